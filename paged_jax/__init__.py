@@ -1,0 +1,1 @@
+"""PagedAttention for JAX."""

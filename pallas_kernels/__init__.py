@@ -1,0 +1,1 @@
+"""Pallas kernels: arrays in, arrays out."""
