@@ -1,0 +1,184 @@
+"""Pages → output in plain JAX: a walk over tiles of pages with an online softmax. The meaning of the op.
+
+Queries are grouped into query tiles whose tokens belong to one row and share one walk over its pages; in decode a query
+tile is one token. The walk visits the pages between the first and the last key that a tile's queries see, so its cost
+follows the longest live row and not the width of the block table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import softmax
+
+_KEYS_PER_TILE = 128
+_MAX_QUERIES_PER_TILE = 64
+
+
+class _QueryTiles(NamedTuple):
+    """S tiles of Q query tokens each; entries that hold no token have token T and position −1."""
+
+    token: Int32[Array, "S Q"]  # index in the packed tokens
+    row: Int32[Array, " S"]
+    position: Int32[Array, "S Q"]
+
+
+def attend(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "L P C K H"],
+    v_pages: Float[Array, "L P C K Hv"],
+    block_tables: Int32[Array, "B M"],
+    lengths: Int32[Array, " B"],
+    *,
+    query_lengths: Int32[Array, " B"] | None,
+    layer: Int32[Array, ""],
+    window: Int32[Array, ""] | None,
+    sinks: Float[Array, " N"] | None,
+    alibi_slopes: Float[Array, " N"] | None,
+    scale: float,
+    soft_cap: float | None,
+    num_partitions: int | None,
+) -> tuple[Float[Array, "T N Hv"], Float32[Array, "T N"]]:
+    """Attention output in q's dtype and log-sum-exp; the arguments are `paged_attention`'s, validated there.
+
+    O(tiles · longest live row) work, and tiles · 128 cells of gathered K and V at a time.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k_pages.shape[3]
+    group = num_heads // num_kv_heads
+    tiles = _decode_tiles(lengths) if query_lengths is None else _ragged_tiles(lengths, query_lengths, num_tokens)
+    if num_partitions is None:
+        num_partitions = 1  # one loop serves all tiles: splitting it gains nothing
+
+    q_tiles = q.at[tiles.token].get(mode="fill", fill_value=0).astype(jnp.float32)
+    q_tiles = q_tiles.reshape(*tiles.token.shape, num_kv_heads, group, head_dim)
+    slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, group, 1, 1)
+
+    outs, lses = _fold_partitions(
+        q_tiles,
+        k_pages,
+        v_pages,
+        block_tables,
+        tiles,
+        layer,
+        window,
+        slopes,
+        scale=scale,
+        soft_cap=soft_cap,
+        num_partitions=num_partitions,
+    )
+    out, lse = softmax.merge(outs, lses)  # [S, K, G, Q, Hv], [S, K, G, Q]
+    if sinks is not None:
+        out, lse = softmax.with_sink(out, lse, sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1))
+
+    def unpack(tiled, empty):  # [S, K, G, Q, ..] → [T, N, ..]; tokens of no row keep what an empty row has
+        by_token = jnp.moveaxis(tiled, 3, 1).reshape(-1, num_heads, *tiled.shape[4:])
+        packed = jnp.full((num_tokens, num_heads, *tiled.shape[4:]), empty, tiled.dtype)
+        return packed.at[tiles.token.reshape(-1)].set(by_token, mode="drop")
+
+    return unpack(out.astype(q.dtype), 0), unpack(lse, -jnp.inf)
+
+
+def _decode_tiles(lengths: Int32[Array, " B"]) -> _QueryTiles:
+    row = jnp.arange(lengths.size, dtype=jnp.int32)
+    return _QueryTiles(token=row[:, None], row=row, position=lengths[:, None] - 1)
+
+
+def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"], num_tokens: int) -> _QueryTiles:
+    """Cuts each row's packed tokens into query tiles; rows without tokens get none."""
+    rows = lengths.size
+    mean_queries = max(1, num_tokens // rows)
+    queries = min(_MAX_QUERIES_PER_TILE, 1 << (mean_queries - 1).bit_length())
+    num_tiles = num_tokens // queries + min(rows, num_tokens)  # each row may leave one tile partly filled
+
+    query_lengths = jnp.maximum(query_lengths, 0)
+    row_tiles = -(-query_lengths // queries)
+    tile_end = jnp.cumsum(row_tiles, dtype=jnp.int32)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    row = jnp.searchsorted(tile_end, tile, side="right", method="compare_all").astype(jnp.int32)
+
+    def of_row(array):  # zero for the tiles past the last row's
+        return array.at[row].get(mode="fill", fill_value=0)[:, None]
+
+    first_tile, first_token = tile_end - row_tiles, jnp.cumsum(query_lengths, dtype=jnp.int32) - query_lengths
+    offset = (tile[:, None] - of_row(first_tile)) * queries + jnp.arange(queries, dtype=jnp.int32)
+    is_token = offset < of_row(query_lengths)
+    return _QueryTiles(
+        token=jnp.where(is_token, of_row(first_token) + offset, num_tokens),
+        row=row,
+        position=jnp.where(is_token, of_row(lengths) - of_row(query_lengths) + offset, -1),
+    )
+
+
+def _fold_partitions(
+    q_tiles: Float32[Array, "S Q K G H"],
+    k_pages: Float[Array, "L P C K H"],
+    v_pages: Float[Array, "L P C K Hv"],
+    block_tables: Int32[Array, "B M"],
+    tiles: _QueryTiles,
+    layer: Int32[Array, ""],
+    window: Int32[Array, ""] | None,
+    slopes: Float32[Array, "K G 1 1"] | None,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    num_partitions: int,
+) -> tuple[Float32[Array, "R S K G Q Hv"], Float32[Array, "R S K G Q"]]:
+    """Normalised output and log-sum-exp of each of R partitions of each tile's keys."""
+    num_tiles, queries, num_kv_heads, group, _ = q_tiles.shape
+    page_size, v_head_dim = v_pages.shape[2], v_pages.shape[4]
+    blocks_per_tile = max(1, _KEYS_PER_TILE // page_size)
+
+    # Keys that some query of the tile sees: [begin, end). Each tile walks key tiles that start at a block boundary.
+    query = tiles.position
+    end = jnp.max(query, axis=1) + 1
+    if window is None:
+        begin = jnp.zeros_like(end)
+    else:
+        first_query = jnp.min(jnp.where(query < 0, end[:, None], query), axis=1)
+        begin = jnp.clip(first_query - window + 1, 0, end)
+    first_block = begin // page_size
+    num_key_tiles = -(-(-(-end // page_size) - first_block) // blocks_per_tile)
+    per_partition = -(-num_key_tiles // num_partitions)
+    first_key_tile = jnp.arange(num_partitions, dtype=jnp.int32)[:, None] * per_partition  # [R, S]
+    end_key_tile = jnp.minimum(first_key_tile + per_partition, num_key_tiles)
+
+    def fold_tile(i, state):
+        key_tile = first_key_tile + i
+        block = first_block + key_tile * blocks_per_tile
+        block = block[..., None] + jnp.arange(blocks_per_tile, dtype=jnp.int32)  # [R, S, blocks]
+        position = (block[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)).reshape(
+            num_partitions, num_tiles, -1
+        )
+        is_live = (position >= begin[:, None]) & (position < end[:, None]) & (key_tile < end_key_tile)[..., None]
+        # A block none of the queries sees may hold anything in the table: look at page 0 instead.
+        is_walked = is_live.reshape(*block.shape, page_size).any(axis=-1)
+        page = jnp.where(is_walked, block_tables.at[tiles.row[:, None], block].get(mode="fill", fill_value=0), 0)
+
+        def gather(pool):  # [R, S, keys, K, dim]; dead cells are zero, since 0 · NaN is NaN
+            cells = pool.at[layer, page].get(mode="clip").reshape(*position.shape, *pool.shape[3:])
+            return jnp.where(is_live[..., None, None], cells, 0).astype(jnp.float32)
+
+        scores = jnp.einsum("sqkgh,rstkh->rskgqt", q_tiles, gather(k_pages), precision=lax.Precision.HIGHEST) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        distance = query[:, :, None] - position[:, :, None, :]  # [R, S, Q, keys]
+        if slopes is not None:
+            scores -= slopes * distance[:, :, None, None].astype(jnp.float32)
+        is_visible = is_live[:, :, None] & (distance >= 0)
+        if window is not None:
+            is_visible &= distance < window
+        scores = jnp.where(is_visible[:, :, None, None], scores, -jnp.inf)
+
+        def weigh(weights):
+            return jnp.einsum("rskgqt,rstkh->rskgqh", weights, gather(v_pages), precision=lax.Precision.HIGHEST)
+
+        return softmax.update(state, scores, weigh, unit=softmax.LOG2_E, masked=True)
+
+    state = softmax.init((num_partitions, num_tiles, num_kv_heads, group, queries), v_head_dim)
+    state = lax.fori_loop(0, jnp.max(per_partition), fold_tile, state)
+    return softmax.finish(state, unit=softmax.LOG2_E)
