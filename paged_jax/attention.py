@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,14 @@ from pallas_kernels import softmax
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+@overload  # for type checkers: return_lse decides what comes back
+def paged_attention(
+    q, cache: PagedCache, table: BlockTable, *, return_lse: Literal[False] = ..., **options: Any
+) -> Array: ...
+@overload
+def paged_attention(
+    q, cache: PagedCache, table: BlockTable, *, return_lse: Literal[True], **options: Any
+) -> tuple[Array, Array]: ...
 def paged_attention(
     q: Float[Array, "T N H"],
     cache: PagedCache,

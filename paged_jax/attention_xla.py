@@ -71,7 +71,7 @@ def attend(
         soft_cap=soft_cap,
         num_partitions=num_partitions,
     )
-    out, lse = softmax.merge(outs, lses)  # [S, K, G, Q, Hv], [S, K, G, Q]
+    out, lse = softmax.merge(outs, lses) if num_partitions > 1 else (outs[0], lses[0])  # [S, K, G, Q, ..]
     if sinks is not None:
         out, lse = softmax.with_sink(out, lse, sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1))
 
@@ -96,7 +96,7 @@ def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"]
     num_tiles = num_tokens // queries + min(rows, num_tokens)  # each row may leave one tile partly filled
 
     query_lengths = jnp.maximum(query_lengths, 0)
-    row_tiles = -(-query_lengths // queries)
+    row_tiles = _ceil_div(query_lengths, queries)
     tile_end = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
     row = jnp.searchsorted(tile_end, tile, side="right", method="compare_all").astype(jnp.int32)
@@ -141,9 +141,9 @@ def _fold_partitions(
     else:
         first_query = jnp.min(jnp.where(query < 0, end[:, None], query), axis=1)
         begin = jnp.clip(first_query - window + 1, 0, end)
-    first_block = begin // page_size
-    num_key_tiles = -(-(-(-end // page_size) - first_block) // blocks_per_tile)
-    per_partition = -(-num_key_tiles // num_partitions)
+    first_block = lax.div(begin, page_size)
+    num_key_tiles = _ceil_div(_ceil_div(end, page_size) - first_block, blocks_per_tile)
+    per_partition = _ceil_div(num_key_tiles, num_partitions)
     first_key_tile = jnp.arange(num_partitions, dtype=jnp.int32)[:, None] * per_partition  # [R, S]
     end_key_tile = jnp.minimum(first_key_tile + per_partition, num_key_tiles)
 
@@ -157,10 +157,12 @@ def _fold_partitions(
         is_live = (position >= begin[:, None]) & (position < end[:, None]) & (key_tile < end_key_tile)[..., None]
         # A block none of the queries sees may hold anything in the table: look at page 0 instead.
         is_walked = is_live.reshape(*block.shape, page_size).any(axis=-1)
-        page = jnp.where(is_walked, block_tables.at[tiles.row[:, None], block].get(mode="fill", fill_value=0), 0)
+        page = block_tables.at[tiles.row[:, None], block].get(mode="clip", wrap_negative_indices=False)
+        page = jnp.where(is_walked, page, 0)
 
         def gather(pool):  # [R, S, keys, K, dim]; dead cells are zero, since 0 · NaN is NaN
-            cells = pool.at[layer, page].get(mode="clip").reshape(*position.shape, *pool.shape[3:])
+            cells = pool.at[layer, page].get(mode="clip", wrap_negative_indices=False)
+            cells = cells.reshape(*position.shape, *pool.shape[3:])
             return jnp.where(is_live[..., None, None], cells, 0).astype(jnp.float32)
 
         scores = jnp.einsum("sqkgh,rstkh->rskgqt", q_tiles, gather(k_pages), precision=lax.Precision.HIGHEST) * scale
@@ -182,3 +184,8 @@ def _fold_partitions(
     state = softmax.init((num_partitions, num_tiles, num_kv_heads, group, queries), v_head_dim)
     state = lax.fori_loop(0, jnp.max(per_partition), fold_tile, state)
     return softmax.finish(state, unit=softmax.LOG2_E)
+
+
+def _ceil_div(count: Int32[Array, "..."], size: int) -> Int32[Array, "..."]:
+    """Counts are not negative, so one truncating division does; `//` compiles to several operations."""
+    return lax.div(count + (size - 1), size)

@@ -164,8 +164,8 @@ class PagedCache:
         # without atomics.
         token = jnp.arange(slots.shape[0], dtype=jnp.int32)
         is_live = (slots >= 0) & (slots < self.num_pages * self.page_size)
-        page = jnp.where(is_live, slots // self.page_size, self.num_pages + token)
-        cell = jnp.where(is_live, slots % self.page_size, 0)
+        page = jnp.where(is_live, lax.div(slots, self.page_size), self.num_pages + token)
+        cell = jnp.where(is_live, lax.rem(slots, self.page_size), 0)
 
         def scatter(pool, values):
             return pool.at[layer, page, cell].set(

@@ -1,0 +1,120 @@
+"""Build a byte-level BPE tokenizer, and name its special tokens, from a GGUF file's metadata."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+_SPECIAL, _ADDED = 3, 4  # values of tokenizer.ggml.token_type
+
+# Texts that end a turn or a document in the known vocabularies, whether or not the metadata says so.
+_END_TEXTS = frozenset(
+    ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+)
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    bos: int | None
+    eos: int | None
+    add_bos: bool  # whether a prompt begins with bos; the tokenizer itself never adds it
+    end: frozenset[int]  # generation stops at any of these
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer the metadata describes. It adds no tokens of its own: see `special_ids` for bos."""
+    model = _required(metadata, "tokenizer.ggml.model")
+    if model != "gpt2":
+        raise NotImplementedError(f"expected tokenizer.ggml.model to be 'gpt2' (byte-level BPE), got {model!r}")
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in _PRE_TOKENIZERS:
+        raise NotImplementedError(f"expected tokenizer.ggml.pre to be one of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}")
+    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    # A byte-level token holds no space (it is spelled Ġ), so the one in a merge parts its two sides.
+    merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "tokenizer.ggml.merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    _check_merges(vocabulary, merges)
+
+    # Llama 3's tokenizer takes a word that is itself a token as it is, whatever the merges would make of it.
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(_added_tokens(metadata, _SPECIAL))
+    tokenizer.add_tokens(_added_tokens(metadata, _ADDED))
+    return tokenizer
+
+
+def special_ids(metadata: Mapping[str, Any]) -> SpecialIds:
+    bos, eos, eot, eom = (_special_id(metadata, name) for name in ("bos", "eos", "eot", "eom"))
+    ends = {index for index in (eos, eot, eom) if index is not None}
+    ends |= {index for index, token in _tokens_of_type(metadata, _SPECIAL) if token in _END_TEXTS}
+    # Files of Llama 3 may leave the flag out and mean yes; all others mean no.
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.pre") == "llama-bpe")
+    return SpecialIds(bos, eos, bool(add_bos), frozenset(ends))
+
+
+def _required(metadata: Mapping[str, Any], key: str) -> Any:
+    if key not in metadata:
+        raise ValueError(f"expected the model's metadata to have {key}, got none: it describes no tokenizer")
+    return metadata[key]
+
+
+def _special_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    key, size = f"tokenizer.ggml.{name}_token_id", len(_required(metadata, "tokenizer.ggml.tokens"))
+    index = metadata.get(key)
+    if index is not None and index not in range(size):
+        raise ValueError(f"expected {key} to be one of the {size} tokens, got {index!r}")
+    return index
+
+
+def _check_merges(vocabulary: Mapping[str, int], merges: list[tuple[str, ...]]) -> None:
+    for merge in merges:
+        if len(merge) != 2 or not vocabulary.keys() >= {*merge, "".join(merge)}:
+            raise ValueError(f"expected merges of two tokens into a third in tokenizer.ggml.merges, got {merge!r}")
+
+
+def _added_tokens(metadata: Mapping[str, Any], kind: int) -> list[AddedToken]:
+    return [
+        AddedToken(token, special=kind == _SPECIAL, normalized=False) for _, token in _tokens_of_type(metadata, kind)
+    ]
+
+
+def _tokens_of_type(metadata: Mapping[str, Any], kind: int) -> list[tuple[int, str]]:
+    tokens, types = _required(metadata, "tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if types is None:
+        return []
+    if len(types) != len(tokens):
+        raise ValueError(f"expected tokenizer.ggml.token_type to have {len(tokens)} entries, got {len(types)}")
+    return [
+        (index, token) for index, (token, its_kind) in enumerate(zip(tokens, types, strict=True)) if its_kind == kind
+    ]
+
+
+def _split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _word_pattern(number: str) -> str:
+    """How Llama 3 and Qwen 2 cut text into words; they differ in how many digits go together."""
+    contraction, word = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    punctuation, space = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    return "|".join((contraction, word, number, punctuation, space))
+
+
+_GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # its regex is GPT-2's
+
+# tokenizer.ggml.pre → how text is cut before the merges.
+_PRE_TOKENIZERS: dict[Any, pre_tokenizers.PreTokenizer] = {
+    "gpt-2": _GPT2_WORDS,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2_WORDS]),
+    "llama-bpe": _split_then_bytes(_word_pattern(r"\p{N}{1,3}")),
+    "qwen2": _split_then_bytes(_word_pattern(r"\p{N}")),
+}

@@ -1,0 +1,28 @@
+"""Fixtures that several folders of tests share."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2's GGUF file, fetched on first use. Without it a test is skipped, or fails where it must not be missed."""
+    from decoder.fetch import FetchError, fetch_smollm2  # here, because most tests need none of the examples
+
+    try:
+        return fetch_smollm2()
+    except FetchError as problem:
+        if os.environ.get("PAGED_JAX_REQUIRE_DOWNLOAD"):
+            raise
+        pytest.skip(f"needs SmolLM2: {problem}")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` are skipped where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and jax.default_backend() != "gpu":
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))

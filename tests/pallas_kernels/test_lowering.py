@@ -1,0 +1,102 @@
+"""Every decode kernel that can be chosen lowers for CUDA on a host without a GPU."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from lowering import lower_for_cuda
+
+from paged_jax import BlockTable, PagedCache, paged_attention
+from pallas_kernels.paged_decode import config
+
+HEADS = [(4, 4), (8, 2), (5, 1), (7, 1), (12, 2), (14, 2), (16, 1), (64, 8), (71, 1)]
+DIMS = [(16, 16), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128)]
+PAGE_SIZES = [1, 5, 8, 16, 32, 64, 128, 256]
+DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16"),
+          ("bfloat16", "float32"), ("float16", "bfloat16")]  # fmt: skip
+PARTITIONS = [None, 1, 3]
+
+# Every value of every axis, each beside ever other neighbours: the axes have coprime or shifted cycles.
+CASES = [
+    pytest.param(
+        *heads, *dims, page_size, *dtypes, partitions,
+        id=f"{heads[0]}x{heads[1]}-{dims[0]}x{dims[1]}-page{page_size}-{dtypes[0]}-{dtypes[1]}-{partitions}",
+    )
+    for i in range(54)
+    for heads, dims, page_size, dtypes, partitions in [
+        (
+            HEADS[i % 9],
+            DIMS[(i + i // 9) % 9],
+            PAGE_SIZES[i % 8],
+            DTYPES[(i + i // 6) % 6],
+            PARTITIONS[(i + i // 3) % 3],
+        )
+    ]
+]  # fmt: skip
+
+
+def lower_decode(
+    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, **options
+):
+    table = BlockTable.create(11, page_size, 3, 4)
+    cache = PagedCache.create(2, 11, page_size, num_kv_heads, head_dim, kv_dtype, v_head_dim=v_head_dim)
+    q = jnp.zeros((3, num_heads, head_dim), q_dtype)
+    arrays = {name: option for name, option in options.items() if isinstance(option, jax.Array)}
+    static = {name: option for name, option in options.items() if name not in arrays}
+
+    def attend(q, cache, table, layer, arrays):
+        return paged_attention(
+            q, cache, table, layer=layer, num_partitions=num_partitions, return_lse=True, implementation="triton",
+            **arrays, **static,
+        )  # fmt: skip
+
+    return lower_for_cuda(attend, q, cache, table, jnp.int32(1), arrays)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "q_dtype", "kv_dtype", "num_partitions"), CASES
+)
+def test_every_shape_and_dtype_lowers(
+    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions
+):
+    text = lower_decode(num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions)
+    assert "paged_decode" in text
+    assert "triton" in text
+
+
+OPTIONS = {
+    "scale": 0.3,
+    "window": jnp.int32(7),
+    "soft_cap": 30.0,
+    "sinks": jnp.ones(8, jnp.float32),
+    "alibi_slopes": jnp.ones(8, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    "names", [*itertools.combinations(OPTIONS, 1), *itertools.combinations(OPTIONS, 2), (*OPTIONS,)]
+)
+def test_every_option_lowers(names):
+    text = lower_decode(8, 2, 128, 128, 16, "bfloat16", "bfloat16", None, **{name: OPTIONS[name] for name in names})
+    assert "paged_decode" in text
+
+
+def test_automatic_choice_takes_the_kernel_on_cuda_only():
+    table, cache = BlockTable.create(4, 16, 2, 2), PagedCache.create(1, 4, 16, 2, 64)
+    q = jnp.zeros((2, 4, 64), jnp.bfloat16)
+    assert "paged_decode" in lower_for_cuda(paged_attention, q, cache, table)
+    assert "paged_decode" not in jax.jit(paged_attention).lower(q, cache, table).as_text()
+
+
+def test_tiles_in_flight_fit_shared_memory():
+    for (num_heads, num_kv_heads), (head_dim, v_head_dim), (q_dtype, kv_dtype) in itertools.product(
+        HEADS, DIMS, DTYPES
+    ):
+        chosen = config.heuristic(
+            num_heads // num_kv_heads, head_dim, v_head_dim, jnp.dtype(q_dtype), jnp.dtype(kv_dtype)
+        )
+        in_flight = chosen.tile * chosen.num_stages * (head_dim + v_head_dim) * jnp.dtype(kv_dtype).itemsize
+        assert in_flight <= 100 * 1024, chosen
+        assert chosen.tile >= 16, "matrix units take at least 16 rows"
+        assert chosen.tile & (chosen.tile - 1) == 0

@@ -1,0 +1,81 @@
+"""The layout shows the architecture: imports go one way, files stay small and say what they are for."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(
+    path.relative_to(ROOT)
+    for folder in ("paged_jax", "pallas_kernels", "examples", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+# What each module of paged_jax may import at module level, besides JAX, numpy and the standard library.
+MAY_IMPORT = {
+    "paged_jax": {"attention", "block_table", "cache", "decode", "sampling", "step"},
+    "paged_jax.block_table": set(),
+    "paged_jax.sampling": set(),
+    "paged_jax.backends": {"pallas_kernels"},
+    "paged_jax.step": {"block_table"},
+    "paged_jax.cache": {"block_table"},
+    "paged_jax.attention_xla": {"pallas_kernels.softmax"},
+    "paged_jax.attention": {"attention_xla", "backends", "block_table", "cache", "pallas_kernels.softmax"},
+    "paged_jax.decode": {"block_table", "sampling", "step"},
+}
+
+
+def module_level_imports(path: Path) -> set[str]:
+    """Full names of what a file imports outside functions and `if TYPE_CHECKING`."""
+    names = set()
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[0] == "paged_jax"], ids=str)
+def test_imports_of_the_library_go_one_way(path):
+    allowed = {
+        name if name.startswith("pallas_kernels") else f"paged_jax.{name}" for name in MAY_IMPORT[module_name(path)]
+    }
+    ours = {name for name in module_level_imports(path) if name.split(".")[0] in ("paged_jax", "pallas_kernels")}
+    for name in ours:
+        assert any(name == target or name.startswith(f"{target}.") for target in allowed), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[0] == "pallas_kernels"], ids=str)
+def test_kernels_are_a_leaf_that_imports_only_jax(path):
+    standard = {"__future__", "collections", "dataclasses", "functools", "math", "typing"}
+    roots = {name.split(".")[0] for name in module_level_imports(path)}
+    assert roots <= standard | {"jax", "jaxtyping", "pallas_kernels"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.parts[0] in ("paged_jax", "pallas_kernels")], ids=str
+)
+def test_no_private_jax_imports(path):
+    assert not [name for name in module_level_imports(path) if name.startswith("jax._src")]
+    assert "jax._src" not in (ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[0] != "tests"], ids=str)
+def test_a_file_says_its_job_first_and_stays_small(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert re.match(r'(#!.*\n)?r?"""\S', text), f"{path}: the first line says what the file is for"
+    assert len(text.splitlines()) <= 500
+
+
+def test_the_oracle_shares_nothing_with_the_packages():
+    for name in ("oracle.py",):
+        roots = {imported.split(".")[0] for imported in module_level_imports(Path("tests") / name)}
+        assert roots <= {"numpy", "math", "__future__"}
