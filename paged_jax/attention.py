@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,6 @@ from pallas_kernels import softmax
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@overload  # for type checkers: return_lse decides what comes back
-def paged_attention(
-    q, cache: PagedCache, table: BlockTable, *, return_lse: Literal[False] = ..., **options: Any
-) -> Array: ...
-@overload
-def paged_attention(
-    q, cache: PagedCache, table: BlockTable, *, return_lse: Literal[True], **options: Any
-) -> tuple[Array, Array]: ...
 def paged_attention(
     q: Float[Array, "T N H"],
     cache: PagedCache,
@@ -43,7 +35,7 @@ def paged_attention(
     num_partitions: int | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float32[Array, "T N"]]:
+) -> Any:  # out, or (out, lse); a union would trouble every caller's type checker
     """Causal attention of new tokens over the pages of their rows; equals dense attention over the same keys.
 
     Decode: without `query_lengths`, q is [B, N, H]: one token per row, the row's last. Ragged: with `query_lengths`,

@@ -20,6 +20,13 @@ def smollm2_path() -> Path:
         pytest.skip(f"needs SmolLM2: {problem}")
 
 
+@pytest.fixture
+def highest_precision():
+    """float32 products without TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked `gpu` are skipped where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -1,5 +1,6 @@
 """A Llama-type GGUF file → a `Decoder` with its weights."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,12 +34,13 @@ def load_decoder(file: GGUFFile, dtype=jnp.float32, *, track: Callable[[list[str
         raise GGUFError(f"{file.path}: expected a tensor {missing[0]!r}, got none")
     for name in track(list(slots)):
         variable, convert = slots[name]
-        weight = convert(file.tensor(name))
-        if weight.shape != variable.get_value().shape:
+        shape = variable.get_value().shape
+        stored_shape = shape if convert is _same else shape[::-1]  # a matrix lies there as [out, in]
+        if file.tensors[name].shape != stored_shape:
             raise GGUFError(
-                f"{file.path}: tensor {name!r}: expected shape {variable.get_value().shape}, got {weight.shape}"
+                f"{file.path}: tensor {name!r}: expected shape {stored_shape}, got {file.tensors[name].shape}"
             )
-        variable.set_value(jax.device_put(np.asarray(weight, jnp.dtype(dtype))))
+        variable.set_value(jax.device_put(np.asarray(convert(file.tensor(name)), jnp.dtype(dtype))))
     return nnx.merge(graph, state)
 
 
@@ -56,30 +58,33 @@ def read_config(file: GGUFFile) -> DecoderConfig:
         if metadata.get(key, value) != value:
             raise GGUFError(f"{file.path}: expected a model with {key} = {value!r}, got {metadata[key]!r}")
 
-    def number(key: str, default=None):
+    def positive(kind: type, key: str, default: Any = None) -> Any:
         value = metadata.get(f"llama.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise GGUFError(f"{file.path}: expected a positive number for llama.{key}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+            raise GGUFError(f"{file.path}: expected a positive {kind.__name__} for llama.{key}, got {value!r}")
         return value
 
-    width, num_heads = number("embedding_length"), number("attention.head_count")
-    head_dim = number("attention.key_length", width // num_heads)
-    if number("attention.value_length", head_dim) != head_dim or number("rope.dimension_count", head_dim) != head_dim:
+    size, real = functools.partial(positive, int), functools.partial(positive, float)
+    width, num_heads = size("embedding_length"), size("attention.head_count")
+    head_dim = size("attention.key_length", width // num_heads)
+    if head_dim % 2:
+        raise GGUFError(f"{file.path}: expected an even head_dim, whose pairs are rotated, got {head_dim}")
+    if size("attention.value_length", head_dim) != head_dim or size("rope.dimension_count", head_dim) != head_dim:
         raise GGUFError(f"{file.path}: expected K, V and rotary dimensions of one size ({head_dim}), got others")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise GGUFError(f"{file.path}: expected a tensor 'token_embd.weight', got none")
     config = DecoderConfig(
         vocab_size=embedding.shape[0],
-        num_layers=number("block_count"),
+        num_layers=size("block_count"),
         width=width,
-        mlp_width=number("feed_forward_length"),
+        mlp_width=size("feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=number("attention.head_count_kv", num_heads),
+        num_kv_heads=size("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        rope_base=float(number("rope.freq_base", 10_000.0)),
-        norm_eps=float(number("attention.layer_norm_rms_epsilon")),
-        max_length=number("context_length"),
+        rope_base=real("rope.freq_base", 10_000.0),
+        norm_eps=real("attention.layer_norm_rms_epsilon"),
+        max_length=size("context_length"),
         tied_embeddings="output.weight" not in file.tensors,
     )
     if num_heads % config.num_kv_heads:
@@ -105,8 +110,8 @@ def _tensor_slots(config: DecoderConfig, state) -> Iterator[tuple[str, tuple[Any
         yield f"blk.{i}.attn_v.weight", (attention["v"]["kernel"], np.transpose)
         yield f"blk.{i}.attn_output.weight", (attention["out"]["kernel"], np.transpose)
         yield f"blk.{i}.ffn_norm.weight", (layer["mlp_norm"]["scale"], _same)
-        for ours, theirs in (("gate", "gate"), ("up", "up"), ("down", "down")):
-            yield f"blk.{i}.ffn_{theirs}.weight", (mlp[ours]["kernel"], np.transpose)
+        for name in ("gate", "up", "down"):
+            yield f"blk.{i}.ffn_{name}.weight", (mlp[name]["kernel"], np.transpose)
 
 
 def _same(weight: np.ndarray) -> np.ndarray:

@@ -1,0 +1,77 @@
+"""The peer: a decoder's weights in transformers' LlamaForCausalLM, and its `generate` timed."""
+
+import time
+
+import numpy as np
+import torch
+import transformers
+
+from decoder.model import Decoder
+
+
+def to_transformers(model: Decoder) -> transformers.LlamaForCausalLM:
+    """The same float32 weights, ready for inference."""
+    config = model.config
+    peer = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            intermediate_size=config.mlp_width,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+            rms_norm_eps=config.norm_eps,
+            max_position_embeddings=config.max_length,
+            tie_word_embeddings=config.tied_embeddings,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    tables = {"model.embed_tokens.weight": model.embedding.embedding, "model.norm.weight": model.norm.scale}
+    kernels = {}  # ours are [in, out], torch's [out, in]
+    if config.tied_embeddings:
+        tables["lm_head.weight"] = model.embedding.embedding
+    else:
+        kernels["lm_head.weight"] = model.head.kernel
+    for i, layer in enumerate(model.layers):
+        attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{i}"
+        tables |= {
+            f"{prefix}.input_layernorm.weight": layer.attention_norm.scale,
+            f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm.scale,
+        }
+        kernels |= {
+            f"{prefix}.self_attn.q_proj.weight": attention.q.kernel,
+            f"{prefix}.self_attn.k_proj.weight": attention.k.kernel,
+            f"{prefix}.self_attn.v_proj.weight": attention.v.kernel,
+            f"{prefix}.self_attn.o_proj.weight": attention.out.kernel,
+            f"{prefix}.mlp.gate_proj.weight": mlp.gate.kernel,
+            f"{prefix}.mlp.up_proj.weight": mlp.up.kernel,
+            f"{prefix}.mlp.down_proj.weight": mlp.down.kernel,
+        }
+    weights = {name: np.array(table.get_value()) for name, table in tables.items()}
+    weights |= {name: np.ascontiguousarray(np.array(kernel.get_value()).T) for name, kernel in kernels.items()}
+    peer.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
+    return peer.eval()
+
+
+def time_generate(peer: transformers.LlamaForCausalLM, prompt: list[int], num_new: int) -> float:
+    """Seconds to decode `num_new` tokens for one row: `generate` of one token more, less `generate` of that one."""
+    tokens = torch.tensor([prompt])
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            peer.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                min_new_tokens=count,
+                max_new_tokens=count,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+            )
+        return time.perf_counter() - start
+
+    return seconds(num_new + 1) - seconds(1)

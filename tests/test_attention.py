@@ -1,0 +1,264 @@
+"""One suite for every implementation: what the pages hold changes where the values are, never what attention is."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pools
+import pytest
+from attention_cases import (
+    BF16,
+    DECODE,
+    DECODE_AT_SIZE,
+    DECODE_ONLY,
+    EVERYTHING,
+    F16,
+    RAGGED,
+    RAGGED_AT_SIZE,
+    bits,
+    case,
+    every,
+    every_ragged,
+    meaning,
+    op,
+    options_of,
+    posed,
+    queries,
+    run_case,
+)
+from tolerances import assert_accurate, dense
+
+from paged_jax import BlockTable, PagedCache, paged_attention
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+# --- accuracy
+
+
+@pytest.mark.parametrize("case", DECODE.values(), ids=DECODE)
+@every
+def test_decode_is_dense_attention(case, implementation):
+    run_case(case, implementation)
+
+
+@pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
+@every_ragged
+def test_ragged_queries_are_dense_attention(case, implementation):
+    run_case(case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*DECODE.values(), *DECODE_AT_SIZE.values()], ids=[*DECODE, *DECODE_AT_SIZE])
+@pytest.mark.parametrize("implementation", [None, "xla", "triton"])
+def test_decode_at_size_is_dense_attention(case, implementation):
+    run_case(case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*RAGGED.values(), *RAGGED_AT_SIZE.values()], ids=[*RAGGED, *RAGGED_AT_SIZE])
+def test_ragged_queries_at_size_are_dense_attention(case):
+    run_case(case, None)
+
+
+@pytest.mark.parametrize("case", [DECODE["everything"], RAGGED["everything"]], ids=["decode", "ragged"])
+def test_the_automatic_choice_is_dense_attention(case):
+    run_case(case, None)
+
+
+@pytest.mark.parametrize("implementation", DECODE_ONLY)
+def test_an_implementation_without_ragged_queries_refuses_them(implementation):
+    q, pool, options, _, _ = posed(RAGGED["whole prompts"])
+    with pytest.raises(NotImplementedError):
+        op(implementation, options)(q, pool, RAGGED["whole prompts"].query_lengths)
+
+
+def test_a_named_kernel_never_gives_way_to_another():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this platform has the kernel")
+    q, pool, options, _, _ = posed(DECODE["plain"])
+    with pytest.raises((NotImplementedError, ValueError)):
+        op("triton", options)(q, pool)
+
+
+@every
+@pytest.mark.parametrize(("soft_cap", "num_partitions"), [(None, 1), (None, 3), (50.0, 1)])
+def test_logits_of_half_a_million_keep_their_softmax(implementation, soft_cap, num_partitions):
+    """One key of logit +500000 amid -500000 takes all the weight; equal keys of -500000 share it."""
+    pool = pools.build([9, 9, 9, 1], page_size=4, num_kv_heads=1)
+    rows = [np.zeros_like(row) for row in pool.k_rows]
+    for row, sign in zip(rows, ([-1, 1, -1], [-1, -1, -1], [1, 1, 1], [-1, -1, -1]), strict=True):
+        row[:, 0, 0] = np.resize(np.asarray(sign, np.float32), 9)[: len(row)]
+    rows[0][4:, 0, 0] = -1
+    table = pool.table
+    k = np.array(pool.cache.k)
+    for pages, row in zip(np.asarray(table.pages), rows, strict=True):
+        for j, key in enumerate(row):
+            k[0, pages[j // 4], j % 4] = key
+    pool = dataclasses.replace(pool, k_rows=rows, cache=dataclasses.replace(pool.cache, k=jnp.asarray(k)))
+    q = np.zeros((4, 2, 16), np.float32)
+    q[..., 0] = 500_000
+
+    options = {"scale": 1.0, "soft_cap": soft_cap, "num_partitions": num_partitions}
+    out, lse = op(implementation, options)(q, pool)
+    truth, plain = meaning(q, pool, None, options)
+    assert_accurate(out, truth[0], plain[0])
+    np.testing.assert_allclose(lse, truth[1], rtol=1e-6)
+
+
+# --- what no row owns
+
+
+def poisoned_runs(case, implementation, options):
+    attend = op(implementation, options)
+    pool = dict(case.pool) | {"width": 3 + -(-max(case.lengths) // dict(case.pool)["page_size"])}
+    for poison in pools.POISONS:
+        yield attend(queries(case), pools.build(case.lengths, poison=poison, **pool), case.query_lengths)
+    for garbage in pools.GARBAGE:
+        yield attend(queries(case), pools.build(case.lengths, garbage=garbage, **pool), case.query_lengths)
+
+
+POISONED = {
+    "plain": case((0, 1, 8, 9, 21)),
+    "page 5, float16": case((0, 4, 5, 11), page_size=5, dtype=F16, head_dim=24),
+    "everything in 3 partitions": case((0, 1, 9, 21), dtype=BF16, **EVERYTHING, num_partitions=3),
+}
+
+
+def assert_blind_to_dead_cells(case, implementation):
+    first, *others = (bits(*run) for run in poisoned_runs(case, implementation, options_of(case)))
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("case", POISONED.values(), ids=POISONED)
+@every
+def test_decode_is_bit_identical_whatever_the_dead_cells_hold(case, implementation):
+    assert_blind_to_dead_cells(case, implementation)
+
+
+@pytest.mark.parametrize("case", POISONED.values(), ids=POISONED)
+@every_ragged
+def test_ragged_queries_are_bit_identical_whatever_the_dead_cells_hold(case, implementation):
+    counts = tuple(min(n, 5) for n in case.lengths)
+    assert_blind_to_dead_cells(dataclasses.replace(case, query_lengths=counts, padding=3), implementation)
+
+
+@every
+def test_poison_between_the_tokens_a_window_sees_is_never_read(implementation):
+    """Keys behind the window are live cells, yet no query reads them: NaN there stays there."""
+    case_ = case((30, 21, 9), window=9, num_partitions=2)
+    q, pool, options, truth, plain = posed(case_)
+    k, v = np.array(pool.cache.k), np.array(pool.cache.v)
+    for pages, length in zip(np.asarray(pool.table.pages), case_.lengths, strict=True):
+        for j in range(length - 9):
+            k[1, pages[j // 8], j % 8] = v[1, pages[j // 8], j % 8] = np.nan
+    cache = dataclasses.replace(pool.cache, k=jnp.asarray(k), v=jnp.asarray(v))
+    out, lse = op(implementation, options)(q, dataclasses.replace(pool, cache=cache))
+    assert_accurate(out, truth[0], plain[0])
+    assert_accurate(lse, truth[1], plain[1])
+
+
+def assert_placed_anywhere(case, implementation):
+    attend = op(implementation, options_of(case))
+    runs = [
+        bits(*attend(queries(case), pools.build(case.lengths, **dict(case.pool), placement=n), case.query_lengths))
+        for n in range(4)
+    ]
+    assert all(run == runs[0] for run in runs)
+
+
+PLACED = case((0, 9, 21, 30), num_partitions=2)
+
+
+@every
+def test_any_placement_of_pages_gives_the_same_decode(implementation):
+    assert_placed_anywhere(PLACED, implementation)
+
+
+@every_ragged
+def test_any_placement_of_pages_gives_the_same_ragged_queries(implementation):
+    assert_placed_anywhere(dataclasses.replace(PLACED, query_lengths=(0, 9, 3, 1)), implementation)
+
+
+# --- laws
+
+
+@every_ragged
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_decode_is_ragged_with_one_query_per_row(implementation, options):
+    decode = case((0, 1, 8, 9, 54), **options)
+    ragged = dataclasses.replace(decode, query_lengths=(1,) * 5)
+    q, pool, options, truth, plain = posed(decode)
+    outs = [op(implementation, options)(q, pool, queries) for queries in (None, ragged.query_lengths)]
+    for out, lse in outs:
+        assert_accurate(out, truth[0], plain[0])
+        assert_accurate(lse, truth[1], plain[1])
+    np.testing.assert_allclose(*(out for out, _ in outs), atol=1e-5)
+
+
+@every
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_partitions_lose_no_accuracy(implementation, dtype):
+    """Two parts each rounded to q's dtype before they merge would raise the mean error by a fifth."""
+    halved = case((150, 170, 190, 200), (8, 2), page_size=16, head_dim=64, dtype=dtype)
+    q, pool, _, truth, _ = posed(halved)
+    whole, parts = (
+        np.abs(np.asarray(op(implementation, num_partitions=n)(q, pool)[0], np.float64) - truth[0]).mean()
+        for n in (1, 2)
+    )
+    assert parts <= 1.1 * whole
+
+
+PROMPTS = (13, 9)
+CHUNKINGS = {
+    "one piece": [((13, 9), 24)],
+    "row by row": [((13, 0), 24), ((0, 9), 24)],
+    "uneven": [((5, 0), 24), ((7, 4), 24), ((1, 5), 24)],
+    "token by token": [((1, int(t < 9)), 24) for t in range(13)],
+    "a prompt, then decode steps": [((10, 6), 24)] + [((1, 1), None)] * 3,
+    "decode steps": [((1, 1), None)] * 9 + [((1, 0), None)] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "chunks"),
+    [pytest.param("xla", chunks, id=f"xla-{name}") for name, chunks in CHUNKINGS.items()]
+    + [pytest.param("triton_interpret", CHUNKINGS["decode steps"], id="triton_interpret-decode steps")]
+    + [pytest.param("triton", CHUNKINGS["decode steps"], id="triton-decode steps", marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("options", [{}, {"window": 5, "soft_cap": 3.0}], ids=["plain", "window and soft cap"])
+def test_any_chunking_of_a_prompt_is_one_piece(implementation, chunks, options):
+    rng = np.random.default_rng(5)
+    q, k, v = ([rng.standard_normal((n, heads, 16)).astype(np.float32) for n in PROMPTS] for heads in (4, 2, 2))
+    nothing = jnp.full((1, 12, 4, 2, 16), jnp.nan)
+    cache = PagedCache(k=nothing, v=nothing, k_scale=None, v_scale=None, layout="NHD", page_size=4)
+    table = BlockTable.create(12, 4, 2, 6)
+
+    @functools.partial(jax.jit, static_argnames="size")
+    def forward(cache, table, counts, q, k, v, size):
+        """q, k, v [B, longest, ..] whole prompts; the step says which of their tokens are computed now."""
+        table, step, ok = table.step(counts, size=size)
+        q, k, v = (
+            jnp.where((step.rows < 2)[:, None, None], x[step.rows % 2, step.positions], jnp.nan) for x in (q, k, v)
+        )
+        cache = cache.write(0, k, v, step.slots)
+        out = paged_attention(
+            q, cache, step.table, query_lengths=step.query_lengths, implementation=implementation, **options
+        )
+        return cache, table, step, ok, out
+
+    prompts = [np.stack([np.pad(row, ((0, 13 - len(row)), (0, 0), (0, 0))) for row in x]) for x in (q, k, v)]
+    outs = np.full((2, 13, 4, 16), np.nan)
+    for counts, size in chunks:
+        cache, table, step, ok, out = forward(cache, table, jnp.asarray(counts, jnp.int32), *prompts, size=size)
+        assert ok
+        real = np.asarray(step.rows) < 2
+        outs[np.asarray(step.rows)[real], np.asarray(step.positions)[real]] = np.asarray(out)[real]
+        np.testing.assert_array_equal(np.asarray(out)[~real], 0)
+
+    packed = np.concatenate([outs[r, :n] for r, n in enumerate(PROMPTS)])
+    arguments = np.concatenate(q), k, v, PROMPTS, PROMPTS
+    truth, plain = (attend(*arguments, scale=0.25, **options)[0] for attend in (oracle.attention, dense))
+    assert_accurate(packed, truth, plain)

@@ -1,0 +1,39 @@
+"""The README keeps its word: its code runs, its commands are those of CI, its tables are the measured results."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_loop_runs_as_printed(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out.strip()
+    assert f"# {printed}" in code
+
+
+def test_the_tables_are_made_from_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from benchmarks.readme import with_tables
+
+    assert with_tables(README) == README, "run examples/benchmarks/readme.py"
+
+
+def test_ci_runs_the_readme_test_command():
+    (command,) = re.findall(r"&& (python -m pytest.*)\n", README)
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:paged_jax|pallas_kernels|examples)/[\w./]*)`", README))))
+def test_every_path_named_exists(path):
+    assert (ROOT / path).exists()
+
+
+def test_python_version_promised_is_the_one_required():
+    assert "Python 3.11 or newer" in README
+    assert sys.version_info >= (3, 11)
