@@ -79,6 +79,10 @@ def run(args: argparse.Namespace, notes: Console) -> None:
         rendered = texts
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in rendered]
     if args.raw and special.add_bos:
+        if special.bos is None:
+            raise ValueError(
+                f"{file.path}: expected a bos token, which the model wants first, got none in its metadata"
+            )
         prompts = [[special.bos, *prompt] for prompt in prompts]
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     pool = plan_pool(args, file, config, prompts, dtype)
@@ -167,14 +171,19 @@ def plan_pool(args: argparse.Namespace, file: GGUFFile, config: DecoderConfig, p
                 f"got {len(prompt)} + {args.max_tokens} tokens"
             )
     sizes = (config.num_layers, args.page_size, config.num_kv_heads, config.head_dim, dtype)
-    page_bytes = (1 << 40) // max(1, PagedCache.pages_for(1 << 40, *sizes))
+    page_bytes = config.num_layers * args.page_size * config.num_kv_heads * config.head_dim * 2 * dtype.itemsize
     to_read = sum(math.ceil(len(prompt) / args.page_size) for prompt in prompts)
     to_finish = [math.ceil((len(prompt) + args.max_tokens) / args.page_size) for prompt in prompts]
+    weight_bytes = sum(math.prod(info.shape) for info in file.tensors.values()) * dtype.itemsize
+    room = max(0, free_bytes() - weight_bytes)
+    if args.num_pages is not None and args.num_pages * page_bytes > room:
+        raise ValueError(
+            f"--num-pages: expected a cache that fits the {room / 1e6:.0f} MB of memory that are free, "
+            f"got {args.num_pages} pages, {args.num_pages * page_bytes / 1e6:.0f} MB"
+        )
     num_pages = args.num_pages
     if num_pages is None:
-        weight_bytes = sum(math.prod(info.shape) for info in file.tensors.values()) * dtype.itemsize
-        budget = int(max(0, free_bytes() - weight_bytes) * _SHARE_OF_FREE_MEMORY)
-        num_pages = min(sum(to_finish), PagedCache.pages_for(budget, *sizes))
+        num_pages = min(sum(to_finish), PagedCache.pages_for(int(room * _SHARE_OF_FREE_MEMORY), *sizes))
     if to_read > num_pages:
         raise ValueError(
             f"the prompts need {to_read} pages of {args.page_size} tokens, expected at most the cache's {num_pages}"
@@ -241,6 +250,10 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise ValueError(f"prompt {number}: expected some text, got {prompt!r}")
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as problem:  # bytes of another encoding, as the command line hands them over
+            raise ValueError(f"prompt {number}: expected UTF-8 text, got {prompt!r}") from problem
     return prompts
 
 
@@ -256,7 +269,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     sampling.add_argument("--temperature", type=finite_float, default=0.0, metavar="T", help="0 is greedy (0)")
     sampling.add_argument("--top-k", type=positive_int, metavar="K", help="keep the K likeliest tokens")
     sampling.add_argument("--top-p", type=probability, metavar="P", help="keep the likeliest tokens, to probability P")
-    sampling.add_argument("--seed", type=int, metavar="N", help="of the random numbers (0)")
+    sampling.add_argument("--seed", type=seed, metavar="N", help="of the random numbers (0)")
     paging = parser.add_argument_group("paging")
     paging.add_argument("--page-size", type=positive_int, default=16, metavar="N", help="tokens per page (16)")
     paging.add_argument(
@@ -291,6 +304,12 @@ def finite_float(text: str) -> float:
     if not math.isfinite(value) or value < 0:
         raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
     return value
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**32 - 1}, got {text!r}")
+    return int(text)
 
 
 def probability(text: str) -> float:

@@ -141,7 +141,7 @@ def _fold_partitions(
     else:
         first_query = jnp.min(jnp.where(query < 0, end[:, None], query), axis=1)
         begin = jnp.clip(first_query - window + 1, 0, end)
-    first_block = lax.div(begin, page_size)
+    first_block = lax.div(begin, jnp.int32(page_size))
     num_key_tiles = _ceil_div(_ceil_div(end, page_size) - first_block, blocks_per_tile)
     per_partition = _ceil_div(num_key_tiles, num_partitions)
     first_key_tile = jnp.arange(num_partitions, dtype=jnp.int32)[:, None] * per_partition  # [R, S]
@@ -188,4 +188,4 @@ def _fold_partitions(
 
 def _ceil_div(count: Int32[Array, "..."], size: int) -> Int32[Array, "..."]:
     """Counts are not negative, so one truncating division does; `//` compiles to several operations."""
-    return lax.div(count + (size - 1), size)
+    return lax.div(count + (size - 1), jnp.int32(size))

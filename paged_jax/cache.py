@@ -162,10 +162,11 @@ class PagedCache:
 
         # Slots that write nowhere become distinct pages past the end, so that all indices are unique: XLA then scatters
         # without atomics.
+        slots, page_size = slots.astype(jnp.int32), jnp.int32(self.page_size)
         token = jnp.arange(slots.shape[0], dtype=jnp.int32)
         is_live = (slots >= 0) & (slots < self.num_pages * self.page_size)
-        page = jnp.where(is_live, lax.div(slots, self.page_size), self.num_pages + token)
-        cell = jnp.where(is_live, lax.rem(slots, self.page_size), 0)
+        page = jnp.where(is_live, lax.div(slots, page_size), self.num_pages + token)
+        cell = jnp.where(is_live, lax.rem(slots, page_size), 0)
 
         def scatter(pool, values):
             return pool.at[layer, page, cell].set(

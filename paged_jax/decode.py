@@ -63,7 +63,8 @@ class DecodeResult:
             )
         else:
             needed = int((active & (lengths % table.page_size == 0)).sum())
-            cause = f"{needed} rows need a new page each, and {int(table.num_free)} of {table.num_pages} pages are free"
+            rows = "row needs" if needed == 1 else "rows need"
+            cause = f"{needed} {rows} a new page, and {int(table.num_free)} of {table.num_pages} pages are free"
         generated = int(np.asarray(self.num_tokens).sum())
         raise OutOfPages(
             f"out of pages: {cause}; stopped after {generated} generated tokens, which `error.result` holds", self
@@ -90,13 +91,14 @@ def decode(
 
     To go on, call again with `result.cache`, `result.table`, the rows' last tokens and `result.active`. The key is
     folded with the number of tokens that the table holds, so going on with the same key gives what one longer call
-    would have given.
+    would have given; after releasing rows take a new key.
 
     The cache and the table are donated: use the ones in the result. Compiles once for each `forward`, `sample`,
     `stop_tokens`, `max_new_tokens` and set of shapes; lengths and pages do not matter.
 
     Args:
-        forward: `forward(tokens int32[T], step, cache) -> (logits [T, V], cache)`, with T = B. Bind weights with
+        forward: `forward(tokens int32[T], step, cache) -> (logits [T, V], cache)`, with T = B. Padding tokens of the
+            step must leave no trace in the cache; a refused step is all padding. Bind weights with
             `jax.tree_util.Partial(f, weights)`, which passes them as arguments: a plain closure makes constants of
             them, and a new closure per call compiles per call.
         cache: a pytree, usually a `PagedCache`.
@@ -149,8 +151,7 @@ def _decode(forward, cache, table, tokens, active, key, *, max_new_tokens, sampl
         sampled = sample(logits, step_key).astype(jnp.int32)
 
         is_new = result.active & ok
-        newest = jnp.where(is_new, sampled, newest)
-        is_stop = jnp.isin(newest, jnp.array(stop_tokens, jnp.int32))
+        is_stop = jnp.isin(sampled, jnp.array(stop_tokens, jnp.int32))
         result = DecodeResult(
             tokens=result.tokens.at[:, i].set(jnp.where(is_new, sampled, -1)),
             num_tokens=result.num_tokens + is_new,
@@ -159,7 +160,7 @@ def _decode(forward, cache, table, tokens, active, key, *, max_new_tokens, sampl
             cache=cache,
             table=table,
         )
-        return i + 1, newest, result
+        return i + 1, sampled, result
 
     def goes_on(carry):
         i, _, result = carry
@@ -173,4 +174,6 @@ def _decode(forward, cache, table, tokens, active, key, *, max_new_tokens, sampl
         cache=cache,
         table=table,
     )
+    if max_new_tokens == 0:
+        return start
     return lax.while_loop(goes_on, one_step, (jnp.int32(0), tokens, start))[2]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 
@@ -36,9 +36,15 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"temperature: expected a positive finite number, got {self.temperature}")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k != int(self.top_k) or self.top_k < 1):
+        limits = np.finfo(np.float32)  # beyond these, logits divided by it are no longer ordered
+        if not float(limits.tiny) <= self.temperature <= float(limits.max):
+            raise ValueError(
+                f"temperature: expected a finite number of at least {limits.tiny:.1e} (or `greedy`), "
+                f"got {self.temperature}"
+            )
+        if self.top_k is not None and (
+            isinstance(self.top_k, bool) or not isinstance(self.top_k, (int, np.integer)) or self.top_k < 1
+        ):
             raise ValueError(f"top_k: expected None or a positive int, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
@@ -47,7 +53,9 @@ class Sampler:
         """Raises ValueError without a key."""
         if key is None:
             raise ValueError("key: sampling needs a jax.random key, got None")
-        logits = logits.astype(jnp.float32) / self.temperature
+        logits = logits.astype(jnp.float32)
+        # The largest becomes 0: at a low temperature the others go to −inf, and none to +inf.
+        logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
         vocabulary = logits.shape[-1]
         if self.top_k is not None and self.top_k < vocabulary:
             kth = jax.lax.top_k(logits, self.top_k)[0][..., -1:]
@@ -56,6 +64,7 @@ class Sampler:
             likeliest = jnp.sort(logits, axis=-1, descending=True)
             probabilities = jax.nn.softmax(likeliest, axis=-1)
             is_kept = jnp.cumsum(probabilities, axis=-1) - probabilities < self.top_p  # what stands before falls short
+            is_kept = is_kept.at[..., 0].set(True)  # whatever p is
             threshold = jnp.min(jnp.where(is_kept, likeliest, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < threshold, -jnp.inf, logits)
         return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

@@ -4,8 +4,10 @@ import dataclasses
 import math
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import paged_jax
 
@@ -15,6 +17,19 @@ POISONS = (np.nan, np.inf, 1e30, NOISE)
 # What a table holds past a row's last block.
 PADDING, MINUS_ONE, HUGE, OTHERS = "num_pages", "-1", "huge", "other rows' pages"
 GARBAGE = (PADDING, MINUS_ONE, HUGE, OTHERS)
+
+# Dtypes of a pool whose writes must be in place.
+WRITTEN_IN_PLACE = (
+    jnp.float32,
+    jnp.float16,
+    pytest.param(
+        jnp.bfloat16,
+        marks=pytest.mark.xfail(
+            jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu",
+            reason="XLA of JAX 0.10 widens a bfloat16 array to float32 and back wherever a CPU updates part of it",
+        ),
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

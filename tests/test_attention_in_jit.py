@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pools
 import pytest
-from attention_cases import BF16, DECODE, F32, GPU, RAGGED, bits, every, every_ragged, meaning, op, posed
+from attention_cases import DECODE, F32, GPU, RAGGED, bits, every, every_ragged, meaning, op, posed
 from tolerances import assert_accurate
 
 from paged_jax import BlockTable, PagedCache, paged_attention
@@ -67,7 +67,7 @@ def test_ragged_queries_in_a_scan_over_layers_read_each_layer_through_its_own_wi
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("xla"), GPU])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", pools.WRITTEN_IN_PLACE)
 def test_a_scan_that_writes_and_attends_copies_no_pool(implementation, dtype):
     cache = PagedCache.create(3, 200, 4, 2, 16, dtype)
     table, _ = BlockTable.create(200, 4, 2, 5).extend(jnp.asarray([7, 3], jnp.int32))

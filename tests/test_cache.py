@@ -202,7 +202,7 @@ def write_one_layer(cache, k, v, slots):
 WRITES = {"one layer": write_one_layer, "a scan over layers": write_every_layer}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", pools.WRITTEN_IN_PLACE)
 @pytest.mark.parametrize("writes", WRITES.values(), ids=WRITES)
 def test_a_donated_write_keeps_the_buffers_and_copies_no_pool(writes, dtype):
     cache = filled(dtype, pages=BIG_PAGES)

@@ -63,7 +63,7 @@ def time_generate(peer: transformers.LlamaForCausalLM, prompt: list[int], num_ne
     def seconds(count: int) -> float:
         start = time.perf_counter()
         with torch.inference_mode():
-            peer.generate(
+            peer.generate(  # pyright: ignore[reportAttributeAccessIssue] (its mixin wants a wider class)
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 min_new_tokens=count,
