@@ -29,30 +29,22 @@ def to_transformers(model: Decoder) -> transformers.LlamaForCausalLM:
             eos_token_id=None,
         )
     )
-    tables = {"model.embed_tokens.weight": model.embedding.embedding, "model.norm.weight": model.norm.scale}
-    kernels = {}  # ours are [in, out], torch's [out, in]
-    if config.tied_embeddings:
-        tables["lm_head.weight"] = model.embedding.embedding
-    else:
-        kernels["lm_head.weight"] = model.head.kernel
+    weights = {"model.embed_tokens.weight": model.embedding.embedding, "model.norm.weight": model.norm.scale}
+    weights["lm_head.weight"] = model.embedding.embedding if config.tied_embeddings else model.head.weight
     for i, layer in enumerate(model.layers):
         attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{i}"
-        tables |= {
+        weights |= {
             f"{prefix}.input_layernorm.weight": layer.attention_norm.scale,
             f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm.scale,
+            f"{prefix}.self_attn.q_proj.weight": attention.q.weight,
+            f"{prefix}.self_attn.k_proj.weight": attention.k.weight,
+            f"{prefix}.self_attn.v_proj.weight": attention.v.weight,
+            f"{prefix}.self_attn.o_proj.weight": attention.out.weight,
+            f"{prefix}.mlp.gate_proj.weight": mlp.gate.weight,
+            f"{prefix}.mlp.up_proj.weight": mlp.up.weight,
+            f"{prefix}.mlp.down_proj.weight": mlp.down.weight,
         }
-        kernels |= {
-            f"{prefix}.self_attn.q_proj.weight": attention.q.kernel,
-            f"{prefix}.self_attn.k_proj.weight": attention.k.kernel,
-            f"{prefix}.self_attn.v_proj.weight": attention.v.kernel,
-            f"{prefix}.self_attn.o_proj.weight": attention.out.kernel,
-            f"{prefix}.mlp.gate_proj.weight": mlp.gate.kernel,
-            f"{prefix}.mlp.up_proj.weight": mlp.up.kernel,
-            f"{prefix}.mlp.down_proj.weight": mlp.down.kernel,
-        }
-    weights = {name: np.array(table.get_value()) for name, table in tables.items()}
-    weights |= {name: np.ascontiguousarray(np.array(kernel.get_value()).T) for name, kernel in kernels.items()}
-    peer.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
+    peer.load_state_dict({name: torch.from_numpy(np.array(weight.get_value())) for name, weight in weights.items()})
     return peer.eval()
 
 

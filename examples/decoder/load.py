@@ -35,11 +35,8 @@ def load_decoder(file: GGUFFile, dtype=jnp.float32, *, track: Callable[[list[str
     for name in track(list(slots)):
         variable, convert = slots[name]
         shape = variable.get_value().shape
-        stored_shape = shape if convert is _same else shape[::-1]  # a matrix lies there as [out, in]
-        if file.tensors[name].shape != stored_shape:
-            raise GGUFError(
-                f"{file.path}: tensor {name!r}: expected shape {stored_shape}, got {file.tensors[name].shape}"
-            )
+        if file.tensors[name].shape != shape:
+            raise GGUFError(f"{file.path}: tensor {name!r}: expected shape {shape}, got {file.tensors[name].shape}")
         variable.set_value(jax.device_put(np.asarray(convert(file.tensor(name)), jnp.dtype(dtype))))
     return nnx.merge(graph, state)
 
@@ -100,18 +97,18 @@ def _tensor_slots(config: DecoderConfig, state) -> Iterator[tuple[str, tuple[Any
     yield "token_embd.weight", (state["embedding"]["embedding"], _same)
     yield "output_norm.weight", (state["norm"]["scale"], _same)
     if not config.tied_embeddings:
-        yield "output.weight", (state["head"]["kernel"], np.transpose)
+        yield "output.weight", (state["head"]["weight"], _same)
     for i in range(config.num_layers):
         layer = state["layers"][i]
         attention, mlp = layer["attention"], layer["mlp"]
         yield f"blk.{i}.attn_norm.weight", (layer["attention_norm"]["scale"], _same)
-        yield f"blk.{i}.attn_q.weight", (attention["q"]["kernel"], _halves_apart(config.num_heads))
-        yield f"blk.{i}.attn_k.weight", (attention["k"]["kernel"], _halves_apart(config.num_kv_heads))
-        yield f"blk.{i}.attn_v.weight", (attention["v"]["kernel"], np.transpose)
-        yield f"blk.{i}.attn_output.weight", (attention["out"]["kernel"], np.transpose)
+        yield f"blk.{i}.attn_q.weight", (attention["q"]["weight"], _halves_apart(config.num_heads))
+        yield f"blk.{i}.attn_k.weight", (attention["k"]["weight"], _halves_apart(config.num_kv_heads))
+        yield f"blk.{i}.attn_v.weight", (attention["v"]["weight"], _same)
+        yield f"blk.{i}.attn_output.weight", (attention["out"]["weight"], _same)
         yield f"blk.{i}.ffn_norm.weight", (layer["mlp_norm"]["scale"], _same)
         for name in ("gate", "up", "down"):
-            yield f"blk.{i}.ffn_{name}.weight", (mlp[name]["kernel"], np.transpose)
+            yield f"blk.{i}.ffn_{name}.weight", (mlp[name]["weight"], _same)
 
 
 def _same(weight: np.ndarray) -> np.ndarray:
@@ -124,6 +121,6 @@ def _halves_apart(num_heads: int) -> Callable[[np.ndarray], np.ndarray]:
     def convert(weight: np.ndarray) -> np.ndarray:
         rows, width = weight.shape
         pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, width)
-        return pairs.swapaxes(1, 2).reshape(rows, width).T
+        return pairs.swapaxes(1, 2).reshape(rows, width)
 
     return convert
