@@ -1,0 +1,45 @@
+"""Runs the tests that need a GPU and keeps what came out, since continuous integration has none.
+
+python examples/benchmarks/gpu_suite.py --out examples/benchmarks/results/gpu-tests-h200.json
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.environment import describe
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="further arguments for pytest, last")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.xml")
+        command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", f"--junitxml={report}", *args.pytest]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    outcomes = {f"{case.attrib['classname']}::{case.attrib['name']}": _outcome(case) for case in suite.iter("testcase")}
+    results = {"benchmark": "gpu suite", "environment": describe("flax"), **counts, "outcomes": outcomes}
+    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print({name: results[name] for name in counts})
+    return status
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    return next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
