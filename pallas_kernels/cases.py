@@ -25,6 +25,11 @@ class DecodeCase:
     tags: frozenset[str] = frozenset()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is attention without options."""
+        return self.window is None and self.soft_cap is None and not self.sinks
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that one step must read: each visible token's once."""
         seen = (min(length, self.window or length) for length in self.lengths)

@@ -70,7 +70,7 @@ def main() -> None:
             continue
         problem = make_problem(case)
         contestants: dict[str, Callable] = {"paged_jax": attend_paged}
-        if args.peers:
+        if args.peers and case.is_plain:  # the peer knows no options
             contestants |= {"xla gather + dense": attend_gathered}
         if args.sweep:
             contestants |= sweep(args.sweep)
@@ -134,13 +134,11 @@ def attend_configured(problem: Problem, q, cache, table, layer: int, *, config: 
     )[0]  # fmt: skip
 
 
-def attend_gathered(problem: Problem, q, cache, table, layer: int):
+def attend_gathered(problem: Problem, q, cache, table, layer: int):  # noqa: ARG001
     """XLA gathers the rows' pages into dense arrays, then attends."""
     k, v = (pool[layer, table.pages].reshape(q.shape[0], -1, *pool.shape[3:]) for pool in (cache.k, cache.v))
-    window = None if problem.case.window is None else (problem.case.window - 1, 0)
     return jax.nn.dot_product_attention(
         q[:, None], k, v, key_value_seq_lengths=table.lengths, query_seq_lengths=jnp.ones_like(table.lengths),
-        local_window_size=window,
     )[:, 0]  # fmt: skip
 
 
