@@ -31,26 +31,24 @@ def attend(
     Raises:
         NotImplementedError: the implementation named cannot do what is asked.
     """
-    decode_arrays = {name: array for name, array in arrays.items() if name != "query_lengths"}
 
-    def xla(_):
+    def xla(arrays):
         return reference(**arrays, **static)
 
-    def triton(operands, interpret=False):
-        return pallas_kernels.paged_decode(**operands, **static, interpret=interpret)
+    def triton(arrays, interpret=False):
+        decode_arrays = {name: array for name, array in arrays.items() if name != "query_lengths"}
+        return pallas_kernels.paged_decode(**decode_arrays, **static, interpret=interpret)
 
-    if implementation == "xla":
-        return xla(decode_arrays)
     obstacle = _obstacle(arrays)
-    if implementation is None and obstacle:
-        return xla(decode_arrays)
+    if implementation == "xla" or (implementation is None and obstacle):
+        return xla(arrays)
     if obstacle:
         raise NotImplementedError(f"implementation {implementation!r}: {obstacle}; use 'xla' or None")
     if implementation == "triton_interpret":
-        return triton(decode_arrays, interpret=True)
+        return triton(arrays, interpret=True)
     if implementation == "triton":
-        return triton(decode_arrays)
-    return lax.platform_dependent(decode_arrays, cuda=triton, rocm=triton, default=xla)
+        return triton(arrays)  # Pallas raises when this is lowered for a platform that has no Triton
+    return lax.platform_dependent(arrays, cuda=triton, rocm=triton, default=xla)
 
 
 def _obstacle(arrays: dict[str, Any]) -> str | None:
