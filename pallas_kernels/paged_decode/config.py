@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-_SHARED_MEMORY = 96 * 1024  # bytes one program may hold in flight; two programs fit a processor of any recent GPU
+_SHARED_MEMORY = 96 * 1024  # bytes of K and V in flight for one program; what the smallest of recent GPUs has
 _PROCESSORS = 128  # assumed where no GPU is present: lowering for one from another host
 _PROGRAMS_PER_PROCESSOR = 4  # enough loads in flight to keep the memory busy
 
