@@ -15,7 +15,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,6 +84,12 @@ def run(args: argparse.Namespace, notes: Console) -> None:
                 f"{file.path}: expected a bos token, which the model wants first, got none in its metadata"
             )
         prompts = [[special.bos, *prompt] for prompt in prompts]
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise ValueError(
+            f"{file.path}: expected an embedding for each of the tokenizer's {tokenizer.get_vocab_size()} tokens, "
+            f"got {config.vocab_size}"
+        )
+    sample = Sampler(args.temperature, args.top_k, args.top_p) if args.temperature > 0 else greedy
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     pool = plan_pool(args, file, config, prompts, dtype)
 
@@ -98,7 +104,7 @@ def run(args: argparse.Namespace, notes: Console) -> None:
     )
     titles = [textwrap.shorten(text, 72, placeholder=" …") for text in texts]
     stream = OrderedStream(tokenizer, special.end, titles, sys.stdout)
-    answer(args, model, cache, table, prompts, special.end, stream, pool, notes)
+    answer(args, model, cache, table, prompts, sample, special.end, stream, pool, notes)
 
 
 def answer(
@@ -107,6 +113,7 @@ def answer(
     cache: PagedCache,
     table: BlockTable,
     prompts: list[list[int]],
+    sample: Callable,
     end_tokens: frozenset[int],
     stream: OrderedStream,
     pool: Pool,
@@ -123,7 +130,7 @@ def answer(
     options = {
         # A divisor, so that all calls are alike and compile once.
         "max_new_tokens": max(n for n in range(1, _TOKENS_PER_CALL + 1) if args.max_tokens % n == 0),
-        "sample": Sampler(args.temperature, args.top_k, args.top_p) if args.temperature > 0 else greedy,
+        "sample": sample,
         "stop_tokens": tuple(sorted(end_tokens)),
         "key": jax.random.key(args.seed) if args.temperature > 0 else None,
     }

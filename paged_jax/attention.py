@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from paged_jax import attention_xla, backends
-from paged_jax.block_table import BlockTable
+from paged_jax.block_table import BlockTable, as_int32
 from paged_jax.cache import PagedCache, validate_layer, validate_table
 from pallas_kernels import softmax
 
@@ -73,6 +73,7 @@ def paged_attention(
         NotImplementedError: the implementation named cannot do this; or the result is differentiated.
     """
     q = jnp.asarray(q)
+    query_lengths = None if query_lengths is None else as_int32("query_lengths", query_lengths)
     _validate_queries(q, cache, table, query_lengths)
     num_heads, head_dim = q.shape[1:]
     if implementation is not None and implementation not in backends.IMPLEMENTATIONS:
@@ -90,7 +91,7 @@ def paged_attention(
         "v_pages": cache.v,
         "block_tables": table.pages,
         "lengths": table.lengths,
-        "query_lengths": None if query_lengths is None else jnp.asarray(query_lengths).astype(jnp.int32),
+        "query_lengths": query_lengths,
         "layer": validate_layer(layer, cache.num_layers),
         "window": None if window is None else _validate_window(window),
         "sinks": None if sinks is None else _validate_per_head("sinks", sinks, num_heads),
@@ -122,7 +123,12 @@ def merge_attention(
     Raises:
         ValueError: the shapes do not fit each other.
     """
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if len({jnp.shape(part) for part in parts}) > 1:
+            raise ValueError(f"{name}: expected parts of one shape, got {[jnp.shape(part) for part in parts]}")
     outs, lses = jnp.asarray(outs), jnp.asarray(lses)
+    if not jnp.issubdtype(outs.dtype, jnp.floating):
+        raise ValueError(f"outs: expected a floating dtype, got {outs.dtype}")
     if outs.ndim < 2 or outs.shape[0] < 1 or lses.shape != outs.shape[:-1]:
         raise ValueError(
             f"merge_attention: expected outs [S, .., N, Hv] and lses [S, .., N] with S >= 1, "
@@ -167,21 +173,20 @@ def _validate_queries(q, cache: PagedCache, table: BlockTable, query_lengths) ->
                 f"(several tokens per row need query_lengths)"
             )
         return
-    query_lengths = jnp.asarray(query_lengths)
-    if query_lengths.shape != (table.max_rows,) or not jnp.issubdtype(query_lengths.dtype, jnp.integer):
+    if query_lengths.shape != (table.max_rows,):
         raise ValueError(
-            f"query_lengths: expected an integer array with one count for each of the table's {table.max_rows} rows, "
-            f"got {query_lengths.dtype}{list(query_lengths.shape)}"
+            f"query_lengths: expected one count for each of the table's {table.max_rows} rows, "
+            f"got shape {query_lengths.shape}"
         )
 
 
 def _validate_window(window):
     if _is_int(window) and window < 1:
         raise ValueError(f"window: expected an int of at least 1, got {window}")
-    array = jnp.asarray(window)
-    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"window: expected an int or an integer scalar, got {array.dtype}{list(array.shape)}")
-    return array.astype(jnp.int32)
+    array = as_int32("window", window)
+    if array.shape != ():
+        raise ValueError(f"window: expected an int or an integer scalar, got shape {array.shape}")
+    return array
 
 
 def _validate_per_head(name: str, array, num_heads: int):

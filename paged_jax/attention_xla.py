@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from paged_jax.block_table import packed_rows
 from pallas_kernels import softmax
 
 _KEYS_PER_TILE = 128
@@ -45,7 +46,8 @@ def attend(
 ) -> tuple[Float[Array, "T N Hv"], Float32[Array, "T N"]]:
     """Attention output in q's dtype and log-sum-exp; the arguments are `paged_attention`'s, validated there.
 
-    O(tiles · longest live row) work, and tiles · 128 cells of gathered K and V at a time.
+    O(query tiles · longest live row) work; each query tile and partition holds about 128 gathered cells at a time, or a
+    page if that is more.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_pages.shape[3]
@@ -76,7 +78,7 @@ def attend(
         out, lse = softmax.with_sink(out, lse, sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1))
 
     def unpack(tiled, empty):  # [S, K, G, Q, ..] → [T, N, ..]; tokens of no row keep what an empty row has
-        by_token = jnp.moveaxis(tiled, 3, 1).reshape(-1, num_heads, *tiled.shape[4:])
+        by_token = jnp.moveaxis(tiled, 3, 1).reshape(tiles.token.size, num_heads, *tiled.shape[4:])
         packed = jnp.full((num_tokens, num_heads, *tiled.shape[4:]), empty, tiled.dtype)
         return packed.at[tiles.token.reshape(-1)].set(by_token, mode="drop")
 
@@ -99,7 +101,7 @@ def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"]
     row_tiles = _ceil_div(query_lengths, queries)
     tile_end = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.searchsorted(tile_end, tile, side="right", method="compare_all").astype(jnp.int32)
+    row = packed_rows(tile_end, num_tiles)
 
     def of_row(array):  # zero for the tiles past the last row's
         return array.at[row].get(mode="fill", fill_value=0)[:, None]
@@ -151,9 +153,8 @@ def _fold_partitions(
         key_tile = first_key_tile + i
         block = first_block + key_tile * blocks_per_tile
         block = block[..., None] + jnp.arange(blocks_per_tile, dtype=jnp.int32)  # [R, S, blocks]
-        position = (block[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)).reshape(
-            num_partitions, num_tiles, -1
-        )
+        position = block[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+        position = position.reshape(num_partitions, num_tiles, blocks_per_tile * page_size)
         is_live = (position >= begin[:, None]) & (position < end[:, None]) & (key_tile < end_key_tile)[..., None]
         # A block none of the queries sees may hold anything in the table: look at page 0 instead.
         is_walked = is_live.reshape(*block.shape, page_size).any(axis=-1)
@@ -182,7 +183,7 @@ def _fold_partitions(
         return softmax.update(state, scores, weigh, unit=softmax.LOG2_E, masked=True)
 
     state = softmax.init((num_partitions, num_tiles, num_kv_heads, group, queries), v_head_dim)
-    state = lax.fori_loop(0, jnp.max(per_partition), fold_tile, state)
+    state = lax.fori_loop(0, jnp.max(per_partition, initial=0), fold_tile, state)
     return softmax.finish(state, unit=softmax.LOG2_E)
 
 

@@ -1,4 +1,4 @@
-"""Platform and name → kernel: the only door to `pallas_kernels`."""
+"""Platform and name → kernel: the only door to the kernels of `pallas_kernels`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def attend(
         arrays: the operands by name; `query_lengths` is None in decode.
         reference: the plain-JAX implementation, "xla".
         implementation: None takes the Triton kernel on cuda and rocm if it can do what is asked, and the reference
-            everywhere else. The choice follows the platform that the caller's function is lowered for, so a function
-            exported on one host for another gets the right one.
+            everywhere else. The choice follows the platform that the caller's function is lowered for, not the host;
+            one platform per export.
         static: options that are not arrays.
 
     Raises:
@@ -37,7 +37,7 @@ def attend(
 
     def triton(arrays, interpret=False):
         decode_arrays = {name: array for name, array in arrays.items() if name != "query_lengths"}
-        return pallas_kernels.paged_decode(**decode_arrays, **static, interpret=interpret)
+        return pallas_kernels.paged_decode(**decode_arrays, **static, return_lse=True, interpret=interpret)
 
     obstacle = _obstacle(arrays)
     if implementation == "xla" or (implementation is None and obstacle):

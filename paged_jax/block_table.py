@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, ArrayLike, Bool, Int, Int32
 
 if TYPE_CHECKING:
     from paged_jax.step import PagedStep
@@ -74,12 +74,8 @@ class BlockTable:
         require_positive(
             num_pages=num_pages, page_size=page_size, max_rows=max_rows, max_blocks_per_row=max_blocks_per_row
         )
-        for name, product in (
-            ("num_pages * page_size", int(num_pages) * int(page_size)),
-            ("max_blocks_per_row * page_size", int(max_blocks_per_row) * int(page_size)),
-        ):
-            if product > _INT32_MAX:
-                raise ValueError(f"{name}: slots and positions are int32, expected at most {_INT32_MAX}, got {product}")
+        require_int32_slots(num_pages, page_size)
+        require_int32_slots(max_blocks_per_row, page_size)
         return BlockTable(
             pages=jnp.full((max_rows, max_blocks_per_row), num_pages, jnp.int32),
             lengths=jnp.zeros(max_rows, jnp.int32),
@@ -204,8 +200,7 @@ class BlockTable:
         Raises:
             ValueError: an argument is not of an integer dtype, or the shapes do not broadcast.
         """
-        positions, rows = (_integers(name, array) for name, array in (("positions", positions), ("rows", rows)))
-        positions, rows = jnp.broadcast_arrays(positions, rows)
+        positions, rows = jnp.broadcast_arrays(as_int32("positions", positions), as_int32("rows", rows))
         row = jnp.clip(rows, 0, self.max_rows - 1)
         held = (row == rows) & (positions >= 0) & (positions < self.lengths[row])
         position = jnp.where(held, positions, 0)
@@ -307,19 +302,44 @@ def require_positive(**sizes: int) -> None:
             raise ValueError(f"{name}: expected a positive int, got {size!r}")
 
 
+def require_int32_slots(num_pages: int, page_size: int) -> None:
+    """Raises ValueError for so many pages that their tokens cannot be counted in int32."""
+    if int(num_pages) * int(page_size) > _INT32_MAX:
+        raise ValueError(
+            f"pages: slots and positions are int32, expected at most {_INT32_MAX} tokens, "
+            f"got {num_pages} pages of {page_size}"
+        )
+
+
 def _iota(size: int) -> Int32[Array, " size"]:
     return jnp.arange(size, dtype=jnp.int32)  # int32 also where 64-bit types are enabled
 
 
-def _integers(name: str, array: Int[Array, "..."]) -> Int32[Array, "..."]:
-    array = jnp.asarray(array)
+def as_int32(name: str, array: ArrayLike) -> Int32[Array, "..."]:
+    """The integers as int32; those that do not fit become the nearest that does, and so stay out of range.
+
+    Raises:
+        ValueError: `array` is not of an integer dtype.
+    """
+    if not isinstance(array, jax.Array):  # to numpy first: JAX would let a large integer wrap around
+        array = np.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected an integer dtype, got {array.dtype}")
-    return array.astype(jnp.int32)
+        raise ValueError(f"{name}: expected an integer dtype, got {array.dtype}{list(array.shape)}")
+    if jnp.iinfo(array.dtype).max > _INT32_MAX:
+        array = array.clip(max(jnp.iinfo(array.dtype).min, -_INT32_MAX - 1), _INT32_MAX)
+    return jnp.asarray(array).astype(jnp.int32)
+
+
+def packed_rows(ends: Int32[Array, " B"], size: int) -> Int32[Array, " size"]:
+    """The row that each of `size` packed entries belongs to, where row r's end before `ends[r]`; B past the last.
+
+    O(B + size) work.
+    """
+    return jnp.cumsum(jnp.zeros(size, jnp.int32).at[ends].add(1, mode="drop"), dtype=jnp.int32)
 
 
 def _per_row(name: str, array: Int[Array, " B"], rows: int) -> Int32[Array, " B"]:
-    array = _integers(name, array)
+    array = as_int32(name, array)
     if array.shape != (rows,):
         raise ValueError(f"{name}: expected one entry per row, shape ({rows},), got shape {array.shape}")
     return array

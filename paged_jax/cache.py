@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, Int32
 
-from paged_jax.block_table import BlockTable, PageCopies, require_positive
+from paged_jax.block_table import BlockTable, PageCopies, as_int32, require_int32_slots, require_positive
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _LAYOUTS_TO_COME = ("HND", "head_major", "vllm")
@@ -80,6 +80,7 @@ class PagedCache:
             raise NotImplementedError(f"layout: only 'NHD' is implemented, got {layout!r}")
         if layout != "NHD":
             raise ValueError(f"layout: expected 'NHD', got {layout!r}")
+        require_int32_slots(num_pages, page_size)
         shape = (num_layers, num_pages, page_size, num_kv_heads)
         return PagedCache(
             k=jnp.zeros((*shape, head_dim), dtype),
@@ -149,9 +150,10 @@ class PagedCache:
                 is outside [0, L).
         """
         num_kv_heads, head_dim, v_head_dim = *self.k.shape[3:], self.v.shape[4]
-        k, v, slots = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)
-        if not jnp.issubdtype(slots.dtype, jnp.integer) or slots.ndim != 1:
-            raise ValueError(f"slots: expected a 1-D integer array, got {slots.dtype}{list(slots.shape)}")
+        validate_layout(self)
+        k, v, slots = jnp.asarray(k), jnp.asarray(v), as_int32("slots", slots)
+        if slots.ndim != 1:
+            raise ValueError(f"slots: expected a 1-D array, got shape {slots.shape}")
         for name, array, dim in (("k", k, head_dim), ("v", v, v_head_dim)):
             expected = (slots.shape[0], num_kv_heads, dim)
             if array.shape != expected:
@@ -162,7 +164,7 @@ class PagedCache:
 
         # Slots that write nowhere become distinct pages past the end, so that all indices are unique: XLA then scatters
         # without atomics.
-        slots, page_size = slots.astype(jnp.int32), jnp.int32(self.page_size)
+        page_size = jnp.int32(self.page_size)
         token = jnp.arange(slots.shape[0], dtype=jnp.int32)
         is_live = (slots >= 0) & (slots < self.num_pages * self.page_size)
         page = jnp.where(is_live, lax.div(slots, page_size), self.num_pages + token)
@@ -226,8 +228,19 @@ def validate_layer(layer: ArrayLike, num_layers: int) -> Int32[Array, ""]:
     return layer.astype(jnp.int32)
 
 
+def validate_layout(cache: PagedCache) -> None:
+    """Raises NotImplementedError for a cache that is not laid out, or not held, as this version can read."""
+    if cache.layout != "NHD":
+        raise NotImplementedError(f"cache: only layout 'NHD' is implemented, got {cache.layout!r}")
+    if cache.k_scale is not None or cache.v_scale is not None or cache.k.dtype.name not in _DTYPES:
+        raise NotImplementedError(f"cache: expected dtype {', '.join(_DTYPES)} without scales, got {cache.k.dtype}")
+
+
 def validate_table(cache: PagedCache, table: BlockTable) -> None:
-    """Raises ValueError unless the table's pages are this cache's."""
+    """Raises ValueError unless the table's pages are this cache's, NotImplementedError as `validate_layout` does."""
+    validate_layout(cache)
+    if table.lengths.shape != (table.max_rows,):
+        raise ValueError(f"table: expected lengths of shape ({table.max_rows},), got {table.lengths.shape}")
     if (table.num_pages, table.page_size) != (cache.num_pages, cache.page_size):
         raise ValueError(
             f"table: expected one for this cache's {cache.num_pages} pages of {cache.page_size} cells, "

@@ -110,7 +110,8 @@ def decode(
         key: a `jax.random` key for `sample`; None hands None to it.
 
     Raises:
-        ValueError: shapes or dtypes of `tokens` and `active` do not fit the table, or a negative `max_new_tokens`.
+        ValueError: shapes or dtypes of `tokens` and `active` do not fit the table, `max_new_tokens` is negative, or
+            `stop_tokens` is no sequence.
     """
     tokens, active = jnp.asarray(tokens), jnp.asarray(active)
     if tokens.shape != (table.max_rows,) or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -123,6 +124,8 @@ def decode(
         )
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens: expected an int of at least 0, got {max_new_tokens!r}")
+    if isinstance(stop_tokens, (int, np.integer)):
+        raise ValueError(f"stop_tokens: expected a sequence of token ids, got {stop_tokens!r}")
     if not isinstance(forward, jax.tree_util.Partial):
         forward = jax.tree_util.Partial(forward)
     return _decode(

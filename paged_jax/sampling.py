@@ -24,8 +24,8 @@ class Sampler:
     Args:
         temperature: positive; below 1 sharpens, above 1 flattens. For 0 use `greedy`.
         top_k: keep the k likeliest tokens (and those as likely as the k-th); None keeps all.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches p, in (0, 1] (Holtzman et al., "The
-            Curious Case of Neural Text Degeneration", 2020); applied after top_k.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches p, in (0, 1], and those as likely as
+            its last (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020); applied after top_k.
 
     Raises:
         ValueError: a setting is out of range or not finite.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from paged_jax.block_table import BlockTable
+from paged_jax.block_table import BlockTable, as_int32, packed_rows, require_positive
 
 
 @functools.partial(
@@ -47,11 +47,11 @@ def plan_step(
     Raises:
         ValueError: `num_tokens` is not an integer array of shape [B], or `size` is not a positive int.
     """
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"size: expected None or a positive int, got {size!r}")
-    num_tokens = jnp.asarray(num_tokens)
+    if size is not None:
+        require_positive(size=size)
+    num_tokens = as_int32("num_tokens", num_tokens)
     # A sum that wraps around belongs to counts that no pool can hold: extend refuses those.
-    fits = jnp.all(num_tokens <= 1) if size is None else jnp.sum(num_tokens) <= size
+    fits = jnp.all(num_tokens <= 1) if size is None else jnp.sum(num_tokens, dtype=jnp.int32) <= size
     grown, ok = table.extend(jnp.where(fits, num_tokens, 0))
     ok &= fits
     num_tokens = grown.lengths - table.lengths  # as taken: all zero where refused
@@ -65,7 +65,7 @@ def plan_step(
     else:
         ends = jnp.cumsum(num_tokens, dtype=jnp.int32)
         token = jnp.arange(size, dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
+        rows = packed_rows(ends, size)
         from_row_end = ends.at[rows].get(mode="fill", fill_value=0) - token
         positions = grown.lengths.at[rows].get(mode="fill", fill_value=0) - from_row_end
         positions = jnp.where(rows < table.max_rows, positions, 0)

@@ -1,4 +1,4 @@
-"""Pallas kernels: arrays in, arrays out. A leaf package: it imports JAX only."""
+"""Pallas kernels: arrays in, arrays out. A leaf package: it knows nothing of paged_jax."""
 
 from pallas_kernels.paged_decode import paged_decode
 

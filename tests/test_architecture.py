@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "paged_jax.backends": {"pallas_kernels"},
     "paged_jax.step": {"block_table"},
     "paged_jax.cache": {"block_table"},
-    "paged_jax.attention_xla": {"pallas_kernels.softmax"},
+    "paged_jax.attention_xla": {"block_table", "pallas_kernels.softmax"},
     "paged_jax.attention": {"attention_xla", "backends", "block_table", "cache", "pallas_kernels.softmax"},
     "paged_jax.decode": {"block_table", "sampling", "step"},
 }

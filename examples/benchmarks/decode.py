@@ -126,12 +126,11 @@ def attend_paged(problem: Problem, q, cache, table, layer: int):
 
 
 def attend_configured(problem: Problem, q, cache, table, layer: int, *, config: Config, num_partitions: int):
-    window = problem.case.window
-    options: dict[str, Any] = problem.options | {"window": None if window is None else jnp.int32(window)}
+    options: dict[str, Any] = problem.options
     return paged_decode(
-        q, cache.k, cache.v, table.pages, table.lengths, layer=jnp.int32(layer), scale=q.shape[-1] ** -0.5,
+        q, cache.k, cache.v, table.pages, table.lengths, layer=layer,
         num_partitions=num_partitions, config=config, **options,
-    )[0]  # fmt: skip
+    )  # fmt: skip
 
 
 def attend_gathered(problem: Problem, q, cache, table, layer: int):  # noqa: ARG001

@@ -31,14 +31,15 @@ def with_tables(text: str) -> str:
 
 def generation_table() -> str:
     results = json.loads((RESULTS / "generation-cpu.json").read_text(encoding="utf-8"))
+    rates = results["tokens_per_second"]
     rows = [
         (name, f"{rate:.1f}", f"{results['compile_seconds'][name]:.1f}" if name in results["compile_seconds"] else "")
-        for name, rate in results["tokens_per_second"].items()
+        for name, rate in rates.items()
     ]
     return (
         f"{results['model']}, {results['new_tokens_per_row']} new tokens per row; {_where(results)}:\n\n"
         + _table(("decoder", "tokens/s", "compile, s"), rows)
-        + "\n"
+        + f"\nBatch 8 is {rates['paged_jax batch 8'] / rates['paged_jax batch 1']:.1f} times batch 1.\n\n"
     )
 
 
@@ -70,7 +71,8 @@ def decode_table() -> str:
 def _where(results: dict) -> str:
     environment = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if name != "jaxlib")
-    return f"{environment['device']}, {environment['processors']} processors, {versions}, {environment['date']}"
+    cores = f", {environment['processors']} cores" if environment["platform"] == "cpu" else ""
+    return f"{environment['device']}{cores}, {versions}, {environment['date']}"
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

