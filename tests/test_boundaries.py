@@ -1,0 +1,136 @@
+"""At the edges of types and sizes: 64-bit mode, integers beyond int32, no tokens at all, caches of another kind."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import BlockTable, PagedCache, merge_attention, paged_attention
+from pallas_kernels import paged_decode
+
+LENGTHS = (5, 0, 9)
+
+
+@pytest.fixture
+def cache():
+    k = jax.random.normal(jax.random.key(0), (1, 9, 4, 2, 16))
+    return PagedCache(k=k, v=k + 1, k_scale=None, v_scale=None, layout="NHD", page_size=4)
+
+
+@pytest.fixture
+def table():
+    return BlockTable.create(9, 4, 3, 4).extend(jnp.asarray(LENGTHS))[0]
+
+
+@pytest.fixture
+def q():
+    return jax.random.normal(jax.random.key(1), (3, 4, 16))
+
+
+@contextlib.contextmanager
+def wide_integers():
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+OPTIONS = {"plain": {}, "partitions": {"num_partitions": 2}, "everything": {"window": 3, "soft_cap": 2.0, "scale": 0.3}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("implementation", [None, "xla", "triton_interpret"])
+def test_64_bit_mode_changes_nothing(implementation, options, cache, table, q):
+    slopes = np.linspace(0.1, 0.4, 4)  # float64 there, float32 otherwise
+
+    def attend():
+        return paged_attention(
+            q, cache, table, alibi_slopes=jnp.asarray(slopes), implementation=implementation, return_lse=True, **options
+        )
+
+    expected = attend()
+    with wide_integers():
+        got = attend()
+    for array, reference in zip(got, expected, strict=True):
+        assert array.dtype == jnp.float32
+        np.testing.assert_allclose(array, reference, rtol=1e-6)
+
+
+def test_the_table_stays_int32_in_64_bit_mode(table):
+    with wide_integers():
+        grown, step, ok = table.step(jnp.asarray([1, 0, 2]), size=8)
+        cut, _, _ = grown.truncate(jnp.asarray([2, 0, 9]))
+        leaves = jax.tree.leaves((grown, step, cut, cut.release(jnp.asarray([True, False, False]))))
+    assert ok
+    assert {leaf.dtype.name for leaf in leaves} == {"int32"}
+    cut.check()
+
+
+BEYOND = [2**31, 2**32, 2**40, -(2**40)]
+
+
+@pytest.mark.parametrize("number", BEYOND)
+def test_integers_beyond_int32_stay_out_of_range(number, cache, table):
+    assert table.slots(np.array([number]), np.array([0])) == 9 * 4
+    assert table.slots(np.array([0]), np.array([number])) == 9 * 4
+    refused, ok = table.extend(np.array([number + 1, 0, 0]))
+    assert not ok
+    assert (refused.lengths == table.lengths).all()
+    written = cache.write(0, jnp.ones((1, 2, 16)), jnp.ones((1, 2, 16)), np.array([number]))
+    assert (written.k == cache.k).all()
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**63 - 1])
+def test_the_widest_windows_see_every_key(window, cache, table, q):
+    np.testing.assert_array_equal(paged_attention(q, cache, table, window=window), paged_attention(q, cache, table))
+
+
+def test_no_query_tokens_give_no_output(cache, table):
+    out, lse = paged_attention(jnp.zeros((0, 4, 16)), cache, table, query_lengths=[0, 0, 0], return_lse=True)
+    assert out.shape == (0, 4, 16)
+    assert lse.shape == (0, 4)
+
+
+OTHER_KINDS = {
+    "layout": lambda cache: dataclasses.replace(cache, layout="HND"),
+    "scales": lambda cache: dataclasses.replace(cache, k_scale=jnp.ones((1, 9, 4, 2)), v_scale=jnp.ones((1, 9, 4, 2))),
+    "dtype": lambda cache: dataclasses.replace(cache, k=cache.k.astype(jnp.int8), v=cache.v.astype(jnp.int8)),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_a_cache_of_another_kind_is_refused(other, cache, table, q):
+    with pytest.raises(NotImplementedError, match="cache: "):
+        paged_attention(q, other(cache), table)
+    with pytest.raises(NotImplementedError, match="cache: "):
+        other(cache).write(0, jnp.ones((1, 2, 16)), jnp.ones((1, 2, 16)), jnp.zeros(1, jnp.int32))
+
+
+def test_a_table_whose_lengths_are_of_another_batch_is_refused(cache, table, q):
+    with pytest.raises(ValueError, match="lengths"):
+        paged_attention(q, cache, dataclasses.replace(table, lengths=jnp.zeros(5, jnp.int32)))
+
+
+def test_the_raw_kernel_takes_one_layer_or_a_stack(cache, table, q):
+    expected, lse = paged_attention(q, cache, table, implementation="triton_interpret", return_lse=True)
+    out = paged_decode(q, cache.k[0], cache.v[0], table.pages, table.lengths, interpret=True)
+    np.testing.assert_array_equal(out, expected)
+    stacked = paged_decode(
+        q, cache.k, cache.v, table.pages, table.lengths, layer=0, return_lse=True, interpret=True
+    )  # fmt: skip
+    np.testing.assert_array_equal(stacked[1], lse)
+    with pytest.raises(ValueError, match="axes"):
+        paged_decode(q, cache.k, cache.v, table.pages, table.lengths, interpret=True)
+    with pytest.raises(NotImplementedError, match="HND"):
+        paged_decode(q, cache.k, cache.v, table.pages, table.lengths, layer=0, layout="HND", interpret=True)
+
+
+def test_parts_to_merge_must_be_of_one_shape_and_floating():
+    with pytest.raises(ValueError, match="one shape"):
+        merge_attention([jnp.ones((2, 3, 4)), jnp.ones((2, 3, 5))], [jnp.ones((2, 3))] * 2)
+    with pytest.raises(ValueError, match="floating"):
+        merge_attention(jnp.ones((2, 3, 4), jnp.int32), jnp.ones((2, 3)))
