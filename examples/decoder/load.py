@@ -73,7 +73,7 @@ def read_config(file: GGUFFile) -> DecoderConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         got = "none" if embedding is None else f"shape {embedding.shape}"
-        raise GGUFError(f"{file.path}: expected a matrix 'token_embd.weight', got {got}")
+        raise GGUFError(f"{file.path}: expected a matrix as tensor 'token_embd.weight', got {got}")
     config = DecoderConfig(
         vocab_size=embedding.shape[0],
         num_layers=size("block_count"),
