@@ -14,10 +14,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from paged_jax import attention_xla, backends
 from paged_jax.block_table import BlockTable, as_int32
-from paged_jax.cache import PagedCache, validate_layer, validate_table
+from paged_jax.cache import DTYPES, PagedCache, validate_layer, validate_table
 from pallas_kernels import softmax
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def paged_attention(
@@ -164,8 +162,8 @@ def _validate_queries(q, cache: PagedCache, table: BlockTable, query_lengths) ->
             f"q: expected shape [tokens, heads, head_dim] with head_dim {head_dim} and heads a multiple of the cache's "
             f"{num_kv_heads} kv heads, got {q.shape}"
         )
-    if q.dtype.name not in _DTYPES:
-        raise ValueError(f"q: expected dtype {', '.join(_DTYPES)}, got {q.dtype}")
+    if q.dtype.name not in DTYPES:
+        raise ValueError(f"q: expected dtype {', '.join(DTYPES)}, got {q.dtype}")
     if query_lengths is None:
         if q.shape[0] != table.max_rows:
             raise ValueError(

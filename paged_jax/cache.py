@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Int32
 
 from paged_jax.block_table import BlockTable, PageCopies, as_int32, require_int32_slots, require_positive
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 _LAYOUTS_TO_COME = ("HND", "head_major", "vllm")
 
 
@@ -232,8 +232,8 @@ def validate_layout(cache: PagedCache) -> None:
     """Raises NotImplementedError for a cache that is not laid out, or not held, as this version can read."""
     if cache.layout != "NHD":
         raise NotImplementedError(f"cache: only layout 'NHD' is implemented, got {cache.layout!r}")
-    if cache.k_scale is not None or cache.v_scale is not None or cache.k.dtype.name not in _DTYPES:
-        raise NotImplementedError(f"cache: expected dtype {', '.join(_DTYPES)} without scales, got {cache.k.dtype}")
+    if cache.k_scale is not None or cache.v_scale is not None or cache.k.dtype.name not in DTYPES:
+        raise NotImplementedError(f"cache: expected dtype {', '.join(DTYPES)} without scales, got {cache.k.dtype}")
 
 
 def validate_table(cache: PagedCache, table: BlockTable) -> None:
@@ -250,6 +250,6 @@ def validate_table(cache: PagedCache, table: BlockTable) -> None:
 
 def _require_dtype(dtype) -> np.dtype:
     dtype = jnp.dtype(dtype)
-    if dtype.name not in _DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype.name}")
+    if dtype.name not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype.name}")
     return dtype
