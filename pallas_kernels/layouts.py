@@ -1,0 +1,44 @@
+"""Where (layer, page, cell, kv head, dim) lies in a pool: one string of axes for K and one for V per layout.
+
+Axes: L layers, P pages, C cells per page, K kv heads, H head_dim. Where an `x` follows, the H axis is split in two: the
+`x` axis at the very end holds 16 bytes' worth of neighbouring dims, and H counts the pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LAYOUTS = {
+    "NHD": ("LPCKH", "LPCKH"),
+    "HND": ("LPKCH", "LPKCH"),
+    "head_major": ("LKPCH", "LKPCH"),  # that of JAX's own deprecated op
+    "vllm": ("LPKHCx", "LPKHC"),  # that of vLLM's paged attention kernels
+}
+
+Sizes = dict[str, int]  # axis → size, H whole
+
+
+def pool_shape(axes: str, sizes: Sizes, itemsize: int) -> tuple[int, ...]:
+    """The shape of a pool whose elements have `itemsize` bytes; H must divide by the size of an `x` axis."""
+    if "x" in axes:
+        x = 16 // itemsize
+        sizes = sizes | {"H": sizes["H"] // x, "x": x}
+    return tuple(sizes[axis] for axis in axes)
+
+
+def pool_sizes(axes: str, shape: tuple[int, ...]) -> Sizes:
+    """The sizes of a pool of this shape, by axis."""
+    sizes = dict(zip(axes, shape, strict=True))
+    return sizes | {"H": sizes["H"] * sizes.pop("x", 1)}
+
+
+def pool_index(axes: str, shape: tuple[int, ...], *, L: Any, P: Any, C: Any, K: Any, H: Any) -> tuple[Any, ...]:
+    """The index of elements in a pool of this shape, from their index along each axis; they may be arrays.
+
+    An axis may also be `slice(None)`, all of it; an `x` axis then stays apart from its H.
+    """
+    index = {"L": L, "P": P, "C": C, "K": K, "H": H}
+    if "x" in axes:
+        x = shape[-1]
+        index |= {"H": H, "x": H} if isinstance(H, slice) else {"H": H // x, "x": H % x}
+    return tuple(index[axis] for axis in axes)
