@@ -1,6 +1,7 @@
 """Paged decode attention in Pallas's Triton lowering: one query token per row walks the row's pages.
 
 One program folds one partition of one (row, kv head). All query heads of the group share the K and V tiles it loads.
+Where a row has several partitions, the program that finishes the last of them merges them, in the same launch.
 """
 
 from __future__ import annotations
@@ -17,105 +18,200 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import softmax
+from pallas_kernels.layouts import LAYOUTS, pool_index, pool_sizes
 from pallas_kernels.paged_decode import config as configs
+from pallas_kernels.paged_decode import partition
+
+_iota = functools.partial(jnp.arange, dtype=jnp.int32)
 
 
-def _kernel(
+def _fold_kernel(
     # Input
     layer_ref,  # [1]
     window_ref,  # [1] or None
     q_ref,  # [B, N, H]
-    k_ref,  # [L, P, C, K, H]
-    v_ref,  # [L, P, C, K, Hv]
+    k_ref,  # pool of K
+    v_ref,  # pool of V
     tables_ref,  # [B, M]
-    lengths_ref,  # [B]
     sinks_ref,  # [N] or None
     slopes_ref,  # [N] or None
+    partitions_ref,  # Partitions, R of them
+    arrivals_in_ref,  # [B, K] zeros, aliased to arrivals_ref; None: another launch merges
     # Output
-    out_ref,  # [S, B, N, Hv]
-    lse_ref,  # [S, B, N]
+    out_ref,  # [B, N, Hv]
+    lse_ref,  # [B, N]
+    part_out_ref,  # [R, N, Hv] float32
+    part_lse_ref,  # [R, N]
+    arrivals_ref=None,  # [B, K] parts of the row that are done
     *,
+    axes: tuple[str, str],
     scale: float,
     soft_cap: float | None,
     tile: int,
-    num_partitions: int,
 ):
-    partition, kv_head, row = (pl.program_id(axis).astype(jnp.int32) for axis in range(3))
-    page_size, num_kv_heads, head_dim = k_ref.shape[2:]
-    v_head_dim = v_ref.shape[4]
-    group = q_ref.shape[1] // num_kv_heads
-
-    # Every array inside has power-of-two sizes: heads and dims past the end are masked lanes.
-    iota = functools.partial(jnp.arange, dtype=jnp.int32)
-    lane = iota(max(16, pl.next_power_of_2(group)))  # matrix units take at least 16 rows
-    head = kv_head * group + lane
-    is_head = lane < group
-    dim, v_dim = iota(pl.next_power_of_2(head_dim)), iota(pl.next_power_of_2(v_head_dim))
+    del arrivals_in_ref
+    kv_head, entry = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
+    k_sizes, v_sizes = pool_sizes(axes[0], k_ref.shape), pool_sizes(axes[1], v_ref.shape)
+    page_size, head_dim, v_head_dim = k_sizes["C"], k_sizes["H"], v_sizes["H"]
     q_dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
     v_dtype = jnp.promote_types(q_ref.dtype, v_ref.dtype)
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if q_dtype == jnp.float32 else None)
 
-    q = _load(q_ref.at[row, head[:, None], dim[None, :]], is_head[:, None] & (dim < head_dim)[None, :]).astype(q_dtype)
-
-    layer = layer_ref[0]
-    length = lengths_ref[row]
-    begin = 0 if window_ref is None else jnp.maximum(length - window_ref[0], 0)  # the first key the query sees
+    # Every array inside has power-of-two sizes: heads and dims past the end are masked lanes.
+    group = q_ref.shape[1] // k_sizes["K"]
+    lane = _iota(max(16, pl.next_power_of_2(group)))  # matrix units take at least 16 rows
+    head, is_head = kv_head * group + lane, lane < group
+    dim, v_dim = _iota(pl.next_power_of_2(head_dim)), _iota(pl.next_power_of_2(v_head_dim))
 
     # A positive scale that is all that happens to a score goes into the softmax's unit instead of every score.
     is_scale_all = soft_cap is None and slopes_ref is None and scale > 0
     unit = scale * softmax.LOG2_E if is_scale_all else softmax.LOG2_E
     slopes = None if slopes_ref is None else _load(slopes_ref.at[head], is_head).astype(jnp.float32)
+    layer = layer_ref[0]
 
-    def fold_tile(i, state, *, masked: bool):
-        position = begin + i * tile + iota(tile)
-        is_live = position < length
-        page = _load(tables_ref.at[row, position // page_size], is_live if masked else None)
-        cell = position % page_size
+    row, length, index, count = (ref[entry] for ref in partitions_ref)
 
-        def load_tile(ref, dim, true_dim):  # dead cells and lanes past the true dim are zero: 0 · NaN is NaN
-            masks = [is_live[:, None]] if masked else []
-            masks += [(dim < true_dim)[None, :]] if dim.size != true_dim else []
-            mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (tile, dim.size)) if masks else None
-            return _load(ref.at[layer, page[:, None], cell[:, None], kv_head, dim[None, :]], mask)
+    @pl.when(row < q_ref.shape[0])
+    def fold_partition():
+        q = _load(q_ref.at[row, head[:, None], dim[None, :]], is_head[:, None] & (dim < head_dim)[None, :])
+        q = q.astype(q_dtype)
+        begin = 0 if window_ref is None else jnp.maximum(length - window_ref[0], 0)  # the first key the query sees
 
-        k = load_tile(k_ref, dim, head_dim).astype(q_dtype)
-        scores = dot(q, k, trans_b=True)
-        if not is_scale_all:
-            scores = scores * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        if slopes is not None:
-            scores += slopes[:, None] * (position - (length - 1)).astype(jnp.float32)[None, :]
-        if masked:
-            scores = jnp.where(is_live[None, :], scores, -jnp.inf)
-        v = load_tile(v_ref, v_dim, v_head_dim).astype(v_dtype)
-        return softmax.update(state, scores, lambda weights: dot(weights.astype(v_dtype), v), unit=unit, masked=masked)
+        def fold_tile(i, state, *, masked: bool):
+            position = begin + i * tile + _iota(tile)
+            is_live = position < length
+            page = _load(tables_ref.at[row, lax.div(position, np.int32(page_size))], is_live if masked else None)
+            cell = lax.rem(position, np.int32(page_size))
 
-    # Share the tiles of this row's real length out over the partitions; the one tile that may be partial comes last.
-    num_keys = length - begin
-    num_tiles = lax.div(num_keys + (tile - 1), np.int32(tile))
-    per_partition = lax.div(num_tiles + (num_partitions - 1), np.int32(num_partitions))
-    first = partition * per_partition
-    end = jnp.minimum(first + per_partition, num_tiles)
-    full_end = jnp.maximum(first, jnp.minimum(end, num_keys // tile))
-    state = softmax.init(lane.shape, v_dim.size)
-    state = lax.fori_loop(first, full_end, functools.partial(fold_tile, masked=False), state)
-    state = lax.fori_loop(full_end, end, functools.partial(fold_tile, masked=True), state)
-    out, lse = softmax.finish(state, unit=unit)
+            def load_tile(ref, axes, dim, true_dim):  # dead cells and lanes past the true dim are zero: 0 · NaN is NaN
+                masks = [is_live[:, None]] if masked else []
+                masks += [(dim < true_dim)[None, :]] if dim.size != true_dim else []
+                mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (tile, dim.size)) if masks else None
+                at = pool_index(axes, ref.shape, L=layer, P=page[:, None], C=cell[:, None], K=kv_head, H=dim[None, :])
+                return _load(ref.at[at], mask)
 
-    if sinks_ref is not None:  # a sink is counted once: by the first partition
-        sink = plgpu.load(sinks_ref.at[head], mask=is_head, other=-jnp.inf).astype(jnp.float32)
-        out, lse = softmax.with_sink(out, lse, jnp.where(partition == 0, sink, -jnp.inf))
+            k = load_tile(k_ref, axes[0], dim, head_dim).astype(q_dtype)
+            scores = dot(q, k, trans_b=True)
+            if not is_scale_all:
+                scores = scores * scale
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            if slopes is not None:
+                scores += slopes[:, None] * (position - (length - 1)).astype(jnp.float32)[None, :]
+            if masked:
+                scores = jnp.where(is_live[None, :], scores, -jnp.inf)
+            v = load_tile(v_ref, axes[1], v_dim, v_head_dim).astype(v_dtype)
+            return softmax.update(
+                state, scores, lambda weights: dot(weights.astype(v_dtype), v), unit=unit, masked=masked
+            )
 
-    out_mask = is_head[:, None] & (v_dim < v_head_dim)[None, :]
-    out_at = out_ref.at[partition, row, head[:, None], v_dim[None, :]]
-    plgpu.store(out_at, out.astype(out_ref.dtype), mask=out_mask)
-    plgpu.store(lse_ref.at[partition, row, head], lse, mask=is_head)
+        # Share the row's tiles out over its partitions; the one tile that may be partial comes last.
+        num_keys = length - begin
+        num_tiles = partition.ceil_div(num_keys, tile)
+        per_partition = lax.div(num_tiles + (count - 1), count)
+        first = index * per_partition
+        end = jnp.minimum(first + per_partition, num_tiles)
+        full_end = jnp.maximum(first, jnp.minimum(end, lax.div(num_keys, np.int32(tile))))
+        state = softmax.init(lane.shape, v_dim.size)
+        state = lax.fori_loop(first, full_end, functools.partial(fold_tile, masked=False), state)
+        state = lax.fori_loop(full_end, end, functools.partial(fold_tile, masked=True), state)
+        out, lse = softmax.finish(state, unit=unit)
+
+        if sinks_ref is not None:  # a sink is counted once: in the first partition
+            sink = plgpu.load(sinks_ref.at[head], mask=is_head, other=-jnp.inf).astype(jnp.float32)
+            out, lse = softmax.with_sink(out, lse, jnp.where(index == 0, sink, -jnp.inf))
+
+        @pl.when(count == 1)
+        def store_row():
+            _store(out_ref, lse_ref, row, out, lse, kv_head, group)
+
+        @pl.when(count > 1)
+        def store_part():
+            _store(part_out_ref, part_lse_ref, entry, out, lse, kv_head, group)
+            if arrivals_ref is None:
+                return
+            plgpu.debug_barrier()  # all of the part is stored before its arrival is announced
+            arrived = plgpu.atomic_add(arrivals_ref, (row, kv_head), 1)
+
+            @pl.when(arrived == count - 1)
+            def merge():
+                first = entry - index
+                merged = _merge_parts(
+                    part_out_ref, part_lse_ref, first, count, kv_head, group, lanes=lane.size, volatile=True
+                )
+                _store(out_ref, lse_ref, row, *merged, kv_head, group)
+
+
+def _merge_kernel(
+    # Input
+    partitions_ref,  # Partitions, R of them
+    part_out_ref,  # [R, N, Hv]
+    part_lse_ref,  # [R, N]
+    out_in_ref,  # aliased to out_ref
+    lse_in_ref,  # aliased to lse_ref
+    # Output
+    out_ref,  # [B, N, Hv]
+    lse_ref,  # [B, N]
+    *,
+    num_kv_heads: int,
+):
+    """Merges the parts of rows in a launch of its own, for hosts where programs cannot wait for each other."""
+    del out_in_ref, lse_in_ref
+    kv_head, entry = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
+    group = out_ref.shape[1] // num_kv_heads
+    row, _, index, count = (ref[entry] for ref in partitions_ref)
+
+    @pl.when((index == 0) & (count > 1))
+    def merge():
+        merged = _merge_parts(part_out_ref, part_lse_ref, entry, count, kv_head, group, lanes=16, volatile=False)
+        _store(out_ref, lse_ref, row, *merged, kv_head, group)
+
+
+def _merge_parts(part_out_ref, part_lse_ref, first, count, kv_head, group: int, *, lanes: int, volatile: bool):
+    """Joins the `count` parts of a row from entry `first` on: an online softmax whose keys are the parts.
+
+    A lane is one query head of one of the parts at hand; lanes of a head are merged at the end.
+    """
+    v_head_dim = part_out_ref.shape[2]
+    v_dim = _iota(pl.next_power_of_2(v_head_dim))
+    heads = pl.next_power_of_2(group)
+    parts = max(1, lanes // heads)
+    lane = _iota(parts * heads)
+    part, lane_head = lax.div(lane, np.int32(heads)), lax.rem(lane, np.int32(heads))
+    head = kv_head * group + lane_head
+
+    def fold_parts(i, state):
+        index = i * parts + part
+        is_part = (index < count) & (lane_head < group)
+        entry = first + index
+        lse = plgpu.load(part_lse_ref.at[entry, head], mask=is_part, other=-jnp.inf, volatile=volatile)
+        out = plgpu.load(
+            part_out_ref.at[entry[:, None], head[:, None], v_dim[None, :]],
+            mask=is_part[:, None] & (v_dim < v_head_dim)[None, :],
+            other=0,
+            volatile=volatile,
+        )
+        return softmax.update(state, lse[:, None], lambda weights: weights * out, unit=softmax.LOG2_E, masked=True)
+
+    state = lax.fori_loop(0, partition.ceil_div(count, parts), fold_parts, softmax.init(lane.shape, v_dim.size))
+    out, lse = softmax.finish(state, unit=softmax.LOG2_E)
+    if parts > 1:
+        out, lse = softmax.merge(out.reshape(parts, heads, v_dim.size), lse.reshape(parts, heads))
+    return out, lse
 
 
 def _load(at, mask):
     """What lies there, zero where masked; None loads everything without a mask."""
     return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
+
+
+def _store(out_ref, lse_ref, entry, out, lse, kv_head, group: int):
+    """Stores a group's output and log-sum-exp; lanes past the group and past the head_dim stay behind."""
+    lane, v_dim = _iota(out.shape[0]), _iota(out.shape[1])
+    head, is_head = kv_head * group + lane, lane < group
+    mask = is_head[:, None] & (v_dim < out_ref.shape[2])[None, :]
+    plgpu.store(out_ref.at[entry, head[:, None], v_dim[None, :]], out.astype(out_ref.dtype), mask=mask)
+    plgpu.store(lse_ref.at[entry, head], lse, mask=is_head)
 
 
 def paged_decode(
@@ -142,51 +238,83 @@ def paged_decode(
     The arguments are those of `paged_jax.paged_attention`, which validates them, on raw arrays.
 
     Args:
-        k_pages, v_pages: pools stacked over layers, or without `layer` the pools of one, [P, C, K, H].
+        k_pages, v_pages: pools stacked over layers, or without `layer` the pools of one, in NHD [P, C, K, H].
         layer: which layer of stacked pools, traced or not.
-        layout: order of the pools' axes; "NHD".
+        layout: order of the pools' axes, one of `layouts.LAYOUTS`.
         scale: `H ** -0.5` if None.
-        num_partitions: partitions of each row; None takes `config.num_partitions`.
+        num_partitions: partitions of each row; None shares the rows out by their lengths.
         config: how to cut the work; None takes `config.heuristic`.
-        interpret: run on any host, for tests.
+        interpret: run on any host, for tests; merges in a second launch.
     """
-    if layout != "NHD":
-        raise NotImplementedError(f"layout: only 'NHD' is implemented, got {layout!r}")
-    if k_pages.ndim != (4 if layer is None else 5):
-        raise ValueError(f"k_pages: expected 4 axes without a layer and 5 with one, got shape {k_pages.shape}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    axes = LAYOUTS[layout]
+    if k_pages.ndim != len(axes[0]) - (layer is None):
+        raise ValueError(
+            f"k_pages: expected {len(axes[0]) - 1} axes without a layer and {len(axes[0])} with one, "
+            f"got shape {k_pages.shape}"
+        )
     if layer is None:
-        k_pages, v_pages, layer = k_pages[None], v_pages[None], 0
+        k_pages, v_pages = jnp.expand_dims(k_pages, axes[0].index("L")), jnp.expand_dims(v_pages, axes[1].index("L"))
     rows, num_heads, head_dim = q.shape
+    num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
     scale = float(head_dim**-0.5 if scale is None else scale)
-    num_kv_heads, v_head_dim = v_pages.shape[3:]
+    device = configs.INTERPRETED if interpret else configs.current_device()
     if config is None:
-        config = configs.heuristic(num_heads // num_kv_heads, head_dim, v_head_dim, q.dtype, k_pages.dtype)
+        group = num_heads // num_kv_heads
+        config = configs.heuristic(group, head_dim, v_head_dim, q.dtype, k_pages.dtype, device)
+
+    window = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
+    num_keys = lengths if window is None else jnp.minimum(lengths, window)
     if num_partitions is None:
-        num_partitions = configs.num_partitions(rows * num_kv_heads)
+        wanted = configs.num_partitions(config, rows, num_kv_heads, device)
+        partitions = partition.by_length(lengths, partition.ceil_div(num_keys, config.tile), wanted)
+    else:
+        partitions = partition.evenly(lengths, num_partitions)
+    entries = partitions.row.size
+    arrivals = None if interpret else jnp.zeros((rows, num_kv_heads), jnp.int32)
 
     inputs = (
-        jnp.asarray(layer, jnp.int32).reshape(1),
-        None if window is None else jnp.asarray(window, jnp.int32).reshape(1),
+        jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
+        window,
         q,
         k_pages,
         v_pages,
         block_tables,
-        lengths,
         sinks,
         alibi_slopes,
+        partitions,
+        arrivals,
     )
-    out_dtype = q.dtype if num_partitions == 1 else jnp.float32
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, scale=scale, soft_cap=soft_cap, tile=config.tile, num_partitions=num_partitions),
-        grid=(num_partitions, num_kv_heads, rows),
-        out_shape=(
-            jax.ShapeDtypeStruct((num_partitions, rows, num_heads, v_head_dim), out_dtype),
-            jax.ShapeDtypeStruct((num_partitions, rows, num_heads), jnp.float32),
-        ),
+    out_shape = [
+        jax.ShapeDtypeStruct((rows, num_heads, v_head_dim), q.dtype),
+        jax.ShapeDtypeStruct((rows, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((entries, num_heads, v_head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((entries, num_heads), jnp.float32),
+    ]
+    aliases = {}
+    if arrivals is not None:
+        aliases = {len(jax.tree.leaves(inputs)) - 1: len(out_shape)}
+        out_shape.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
+    out, lse, *parts = pl.pallas_call(
+        functools.partial(_fold_kernel, axes=axes, scale=scale, soft_cap=soft_cap, tile=config.tile),
+        grid=(num_kv_heads, entries),
+        out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        input_output_aliases=aliases,
         interpret=interpret,
         name="paged_decode",
     )(*inputs)
-    out, lse = softmax.merge(out, lse) if num_partitions > 1 else (out[0], lse[0])
-    out = out.astype(q.dtype)
+    if arrivals is None:
+        inputs = (partitions, *parts, out, lse)
+        last = len(jax.tree.leaves(inputs)) - 1
+        out, lse = pl.pallas_call(
+            functools.partial(_merge_kernel, num_kv_heads=num_kv_heads),
+            grid=(num_kv_heads, entries),
+            out_shape=out_shape[:2],
+            input_output_aliases={last - 1: 0, last: 1},
+            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+            interpret=interpret,
+            name="merge_parts",
+        )(*inputs)
     return (out, lse) if return_lse else out

@@ -16,31 +16,33 @@ PAGE_SIZES = [1, 5, 8, 16, 32, 64, 128, 256]
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16"),
           ("bfloat16", "float32"), ("float16", "bfloat16")]  # fmt: skip
 PARTITIONS = [None, 1, 3]
+LAYOUTS = ["NHD", "HND", "head_major", "vllm"]
 
 # Every value of every axis, each beside ever other neighbours: the axes have coprime or shifted cycles.
 CASES = [
     pytest.param(
-        *heads, *dims, page_size, *dtypes, partitions,
-        id=f"{heads[0]}x{heads[1]}-{dims[0]}x{dims[1]}-page{page_size}-{dtypes[0]}-{dtypes[1]}-{partitions}",
+        *heads, *dims, page_size, *dtypes, partitions, layout,
+        id=f"{heads[0]}x{heads[1]}-{dims[0]}x{dims[1]}-page{page_size}-{dtypes[0]}-{dtypes[1]}-{partitions}-{layout}",
     )
     for i in range(54)
-    for heads, dims, page_size, dtypes, partitions in [
+    for heads, dims, page_size, dtypes, partitions, layout in [
         (
             HEADS[i % 9],
             DIMS[(i + i // 9) % 9],
             PAGE_SIZES[i % 8],
             DTYPES[(i + i // 6) % 6],
             PARTITIONS[(i + i // 3) % 3],
+            LAYOUTS[(i + i // 4) % 4],
         )
     ]
 ]  # fmt: skip
 
 
 def lower_decode(
-    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, **options
+    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout="NHD", **options
 ):
     table = BlockTable.create(11, page_size, 3, 4)
-    cache = PagedCache.create(2, 11, page_size, num_kv_heads, head_dim, kv_dtype, v_head_dim=v_head_dim)
+    cache = PagedCache.create(2, 11, page_size, num_kv_heads, head_dim, kv_dtype, v_head_dim=v_head_dim, layout=layout)
     q = jnp.zeros((3, num_heads, head_dim), q_dtype)
     arrays = {name: option for name, option in options.items() if isinstance(option, jax.Array)}
     static = {name: option for name, option in options.items() if name not in arrays}
@@ -55,12 +57,17 @@ def lower_decode(
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "q_dtype", "kv_dtype", "num_partitions"), CASES
-)
+    (
+        "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "q_dtype", "kv_dtype", "num_partitions",
+        "layout",
+    ), CASES,
+)  # fmt: skip
 def test_every_shape_and_dtype_lowers(
-    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions
+    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout
 ):
-    text = lower_decode(num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions)
+    text = lower_decode(
+        num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout
+    )
     assert "paged_decode" in text
     assert "triton" in text
 
@@ -89,14 +96,24 @@ def test_automatic_choice_takes_the_kernel_on_cuda_only():
     assert "paged_decode" not in jax.jit(paged_attention).lower(q, cache, table).as_text()
 
 
-def test_tiles_in_flight_fit_shared_memory():
+DEVICES = {  # processors and shared memory
+    "H200": config.Device(132, 228 << 10),
+    "A100": config.Device(108, 164 << 10),
+    "L4": config.Device(58, 100 << 10),
+    "MI300": config.Device(304, 64 << 10),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_the_resident_programs_tiles_fit_shared_memory(device):
     for (num_heads, num_kv_heads), (head_dim, v_head_dim), (q_dtype, kv_dtype) in itertools.product(
         HEADS, DIMS, DTYPES
     ):
         chosen = config.heuristic(
-            num_heads // num_kv_heads, head_dim, v_head_dim, jnp.dtype(q_dtype), jnp.dtype(kv_dtype)
+            num_heads // num_kv_heads, head_dim, v_head_dim, jnp.dtype(q_dtype), jnp.dtype(kv_dtype), device
         )
-        in_flight = chosen.tile * chosen.num_stages * (head_dim + v_head_dim) * jnp.dtype(kv_dtype).itemsize
-        assert in_flight <= 100 * 1024, chosen
+        tile_bytes = chosen.tile * (head_dim + v_head_dim) * jnp.dtype(kv_dtype).itemsize
         assert chosen.tile >= 16, "matrix units take at least 16 rows"
         assert chosen.tile & (chosen.tile - 1) == 0
+        assert chosen.tile == 16 or chosen.programs_per_processor * tile_bytes <= device.shared_memory, chosen
+        assert tile_bytes <= device.shared_memory, chosen
