@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
+
+from paged_jax.integers import as_int32, require_int32_slots, require_positive
+from paged_jax.table_check import check_table
 
 if TYPE_CHECKING:
     from paged_jax.step import PagedStep
-
-_INT32_MAX = 2**31 - 1
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["src", "dst"], meta_fields=[])
@@ -118,20 +118,23 @@ class BlockTable:
         num_tokens = _per_row("num_tokens", num_tokens, self.max_rows)
         room = self.max_blocks_per_row * self.page_size - self.lengths
         growth = jnp.clip(num_tokens, 0, room)  # a huge count must not wrap around before it is refused
-        needed = jnp.sum(self._blocks(self.lengths + growth) - self.num_blocks, dtype=jnp.int32)
+        new_blocks = self._blocks(self.lengths + growth) - self.num_blocks
+        rank = jnp.cumsum(new_blocks, dtype=jnp.int32)  # pages for this row and those before it
+        needed = rank[-1]
         ok = jnp.all(growth == num_tokens) & (needed <= self.num_free)
         lengths = self.lengths + jnp.where(ok, growth, 0)
 
         first, end = self.num_blocks[:, None], self._blocks(lengths)[:, None]
         block = _iota(self.max_blocks_per_row)
         is_new = (first <= block) & (block < end)
-        taken_by_earlier_rows = jnp.cumsum(end - first, axis=0, dtype=jnp.int32) - (end - first)
-        page = self._from_top(taken_by_earlier_rows + block - first)
+        page = self._from_top((rank - new_blocks)[:, None] + block - first)
+        from_top = _iota(min(self.num_pages, self.pages.size))  # no extension takes more pages than these
+        taken = jnp.where(ok & (from_top < needed), self._from_top(from_top), self.num_pages)
         table = dataclasses.replace(
             self,
             pages=jnp.where(is_new, page, self.pages),
             lengths=lengths,
-            ref_counts=self.ref_counts.at[jnp.where(is_new, page, self.num_pages)].set(1, mode="drop"),
+            ref_counts=self.ref_counts.at[taken].set(1, mode="drop"),
             num_free=self.num_free - jnp.where(ok, needed, 0),
         )
         return table, ok
@@ -192,6 +195,129 @@ class BlockTable:
         table = self._drop_blocks(jnp.where(rows, 0, self.num_blocks))
         return dataclasses.replace(table, lengths=jnp.where(rows, 0, self.lengths))
 
+    def fork(
+        self, parents: Int[Array, " n"], children: Int[Array, " n"]
+    ) -> tuple[BlockTable, PageCopies, Bool[Array, ""]]:
+        """Starts each child row as a copy of its parent: both hold the parent's full pages.
+
+        A partly filled last page, which both rows would go on to write, becomes a page of the child's own: apply the
+        returned copies (one entry per child) with `cache.copy_pages` before the next write. A parent may have several
+        children. It is read as it was before the call; an empty parent has empty children. Entries whose parent or
+        child is outside [0, B) do nothing. (Copy-on-write as in vLLM's parallel sampling, at the fork itself: a later
+        `extend` never has to copy.)
+
+        Refused (`ok` False, table unchanged, copies all padding): a child that holds tokens (a live row forked onto
+        itself too) or stands twice, too few pages for the copies. O(n·M + B) int32 work, whatever the pool's size.
+
+        Raises:
+            ValueError: the arguments are not two integer arrays of the same shape [n].
+        """
+        parents, children = as_int32("parents", parents), as_int32("children", children)
+        if parents.ndim != 1 or parents.shape != children.shape:
+            raise ValueError(
+                f"parents, children: expected two 1-D arrays of one length, got shapes {parents.shape}, "
+                f"{children.shape}"
+            )
+        is_real = self._is_row(parents) & self._is_row(children)
+        parent, child = jnp.where(is_real, parents, 0), jnp.where(is_real, children, self.max_rows)
+        lengths = self.lengths[parent]
+        is_copied = is_real & (lengths % self.page_size != 0)
+        needed = jnp.sum(is_copied, dtype=jnp.int32)
+        ok = self._may_start(child) & (needed <= self.num_free)
+
+        is_copied &= ok
+        own = jnp.where(is_copied, self._from_top(jnp.cumsum(is_copied, dtype=jnp.int32) - 1), self.num_pages)
+        num_full, block = (lengths // self.page_size)[:, None], _iota(self.max_blocks_per_row)
+        pages = jnp.where((block < num_full) & (is_real & ok)[:, None], self.pages[parent], self.num_pages)
+        pages = jnp.where(block == num_full, own[:, None], pages)
+        last = self.pages[parent, jnp.where(is_copied, lengths // self.page_size, 0)]
+        table = self._start(jnp.where(ok, child, self.max_rows), pages, lengths)
+        table = dataclasses.replace(table, num_free=self.num_free - jnp.where(ok, needed, 0))
+        return table, PageCopies(src=jnp.where(is_copied, last, self.num_pages), dst=own), ok
+
+    def adopt(
+        self, rows: Int[Array, " n"], pages: Int[Array, "n m"], num_tokens: Int[Array, " n"]
+    ) -> tuple[BlockTable, Bool[Array, ""]]:
+        """Starts each empty row on pages that are held already: its first `num_tokens` tokens lie in them.
+
+        The pages must be full and stay as they are (a cached prefix): the row reads them and never writes them, since
+        it goes on at a page boundary. Entries of `pages` behind a row's tokens are not read, and entries whose row is
+        outside [0, B) do nothing.
+
+        Refused (`ok` False, table unchanged): a row that holds tokens or stands twice; a page that is free, outside
+        [0, P), or twice in one row; a `num_tokens` that is negative, no multiple of `page_size`, more than m pages
+        hold, or more than `max_blocks_per_row` blocks. O(n·(M + m log m) + B) int32 work, whatever the pool's size.
+
+        Raises:
+            ValueError: the arguments are not integer arrays of shapes [n], [n, m] and [n].
+        """
+        rows, pages, num_tokens = (
+            as_int32(name, array) for name, array in (("rows", rows), ("pages", pages), ("num_tokens", num_tokens))
+        )
+        if rows.ndim != 1 or pages.ndim != 2 or not rows.shape == pages.shape[:1] == num_tokens.shape:
+            raise ValueError(
+                f"rows, pages, num_tokens: expected shapes [n], [n, m], [n], got {rows.shape}, {pages.shape}, "
+                f"{num_tokens.shape}"
+            )
+        is_real = self._is_row(rows)
+        num_tokens = jnp.where(is_real, num_tokens, 0)
+        most = min(pages.shape[1], self.max_blocks_per_row) * self.page_size
+        is_whole = (num_tokens >= 0) & (num_tokens <= most) & (num_tokens % self.page_size == 0)
+        is_read = _iota(pages.shape[1]) < (num_tokens // self.page_size)[:, None]
+        held = self._held(pages)
+        in_order = jnp.sort(jnp.where(is_read, held, self.num_pages), axis=1)
+        is_repeated = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] < self.num_pages)
+        row = jnp.where(is_real, rows, self.max_rows)
+        ok = jnp.all(is_whole) & jnp.all(~is_read | (held < self.num_pages)) & ~jnp.any(is_repeated)
+        ok &= self._may_start(row)
+
+        adopted = jnp.full((rows.size, self.max_blocks_per_row), self.num_pages, jnp.int32)
+        width = min(pages.shape[1], self.max_blocks_per_row)
+        adopted = adopted.at[:, :width].set(jnp.where(is_read & ok, held, self.num_pages)[:, :width])
+        return self._start(jnp.where(ok, row, self.max_rows), adopted, num_tokens), ok
+
+    def retain(self, pages: Int[Array, " n"]) -> BlockTable:
+        """Adds a reference from outside to each page: it stays held when its rows end.
+
+        A page that stands twice gets two. Free pages and entries outside [0, P) are passed over. O(n + P) int32 work.
+
+        Raises:
+            ValueError: `pages` is not a 1-D integer array.
+        """
+        held = self._held(_list_of_pages(pages))
+        return dataclasses.replace(
+            self,
+            ref_counts=self.ref_counts.at[held].add(1, mode="drop"),
+            retained=self.retained.at[held].add(1, mode="drop"),
+        )
+
+    def drop(self, pages: Int[Array, " n"]) -> BlockTable:
+        """Takes back a reference that `retain` added to each page; pages that lose their last holder become free.
+
+        Stops at zero retained: a row's reference is never taken. Entries outside [0, P) are passed over. O(n + P) int32
+        work.
+
+        Raises:
+            ValueError: `pages` is not a 1-D integer array.
+        """
+        asked = jnp.zeros(self.num_pages, jnp.int32).at[self._held(_list_of_pages(pages))].add(1, mode="drop")
+        dropped = jnp.minimum(asked, self.retained)
+        table = self._count(self.ref_counts - dropped)
+        return dataclasses.replace(table, retained=self.retained - dropped)
+
+    def taken_since(self, before: BlockTable) -> Bool[Array, " P"]:
+        """The pages that were free in `before`, an earlier state of this table, and are held now.
+
+        For hygiene, `cache.zero_pages(table.taken_since(before))`, and then the copies that `fork` or `truncate` asked
+        for: their destinations are among these pages. O(P) work.
+
+        Raises:
+            ValueError: `before` has another number of pages.
+        """
+        if before.num_pages != self.num_pages:
+            raise ValueError(f"before: expected a table of {self.num_pages} pages, got one of {before.num_pages}")
+        return (before.ref_counts == 0) & (self.ref_counts > 0)
+
     def slots(self, positions: Int[Array, "..."], rows: Int[Array, "..."]) -> Int32[Array, "..."]:
         """The slot of the token at each position of each row; the two arrays are broadcast together.
 
@@ -221,55 +347,7 @@ class BlockTable:
         Raises:
             ValueError: names the first broken invariant, with its row, block and page.
         """
-        pages, lengths, ref_counts, retained, free_pages = (
-            np.asarray(array) for array in (self.pages, self.lengths, self.ref_counts, self.retained, self.free_pages)
-        )
-        num_free, capacity = int(self.num_free), self.max_blocks_per_row * self.page_size
-
-        for row in np.flatnonzero((lengths < 0) | (lengths > capacity)):
-            raise ValueError(f"row {row}: expected a length in [0, {capacity}], got {lengths[row]}")
-        if not 0 <= num_free <= self.num_pages:
-            raise ValueError(f"num_free: expected a count in [0, {self.num_pages}], got {num_free}")
-
-        held = np.arange(self.max_blocks_per_row) < -(-lengths[:, None] // self.page_size)
-        for row, block in np.argwhere(held & ((pages < 0) | (pages >= self.num_pages))):
-            raise ValueError(
-                f"row {row}, block {block}: expected a page in [0, {self.num_pages}), got {pages[row, block]}"
-            )
-        for row, block in np.argwhere(~held & (pages != self.num_pages)):
-            raise ValueError(
-                f"row {row}, block {block}: expected padding ({self.num_pages}) past the row's last block, "
-                f"got page {pages[row, block]}"
-            )
-        for row in range(self.max_rows):
-            _, first_block = np.unique(pages[row, held[row]], return_index=True)
-            repeated = np.setdiff1d(np.arange(held[row].sum()), first_block)
-            if repeated.size:
-                raise ValueError(
-                    f"row {row}, block {repeated[0]}: page {pages[row, repeated[0]]} stands in an earlier block too"
-                )
-
-        stack = free_pages[:num_free]
-        for entry in np.flatnonzero((stack < 0) | (stack >= self.num_pages)):
-            raise ValueError(f"free_pages[{entry}]: expected a page in [0, {self.num_pages}), got {stack[entry]}")
-        times_free = np.bincount(stack, minlength=self.num_pages)
-        for page in np.flatnonzero(times_free > 1):
-            raise ValueError(f"page {page}: expected at most once on the free stack, got {times_free[page]} times")
-
-        holders = np.bincount(pages[held], minlength=self.num_pages)
-        for page in np.flatnonzero(retained < 0):
-            raise ValueError(f"page {page}: expected a retained count of at least 0, got {retained[page]}")
-        for page in np.flatnonzero(ref_counts != holders + retained):
-            raise ValueError(
-                f"page {page}: expected ref_counts = rows + retained = {holders[page]} + {retained[page]}, "
-                f"got {ref_counts[page]}"
-            )
-        for page in np.flatnonzero((ref_counts > 0) & (times_free > 0)):
-            rows = np.argwhere(held & (pages == page))
-            where = f"row {rows[0][0]}, block {rows[0][1]}" if rows.size else "a reference from outside"
-            raise ValueError(f"page {page}: on the free stack, but held by {where}")
-        for page in np.flatnonzero((ref_counts == 0) & (times_free == 0)):
-            raise ValueError(f"page {page}: neither free nor held (free + held must be all {self.num_pages} pages)")
+        check_table(self)
 
     def _blocks(self, lengths: Int32[Array, "..."]) -> Int32[Array, "..."]:
         """Blocks that so many tokens fill or begin; ceil without the overflow of `lengths + page_size - 1`."""
@@ -284,50 +362,45 @@ class BlockTable:
         block = _iota(self.max_blocks_per_row)
         is_dropped = (kept[:, None] <= block) & (block < self.num_blocks[:, None])
         ref_counts = self.ref_counts.at[jnp.where(is_dropped, self.pages, self.num_pages)].add(-1, mode="drop")
+        return dataclasses.replace(self._count(ref_counts), pages=jnp.where(is_dropped, self.num_pages, self.pages))
+
+    def _count(self, ref_counts: Int32[Array, " P"]) -> BlockTable:
+        """Lowers the counts to these; pages that lose their last holder go on the free stack, each once."""
         is_freed = (self.ref_counts > 0) & (ref_counts == 0)
-        stack_entry = jnp.where(is_freed, self.num_free + jnp.cumsum(is_freed, dtype=jnp.int32) - 1, self.num_pages)
+        rank = jnp.cumsum(is_freed, dtype=jnp.int32)
+        stack_entry = jnp.where(is_freed, self.num_free + rank - 1, self.num_pages)
         return dataclasses.replace(
             self,
-            pages=jnp.where(is_dropped, self.num_pages, self.pages),
             ref_counts=ref_counts,
             free_pages=self.free_pages.at[stack_entry].set(_iota(self.num_pages), mode="drop"),
-            num_free=self.num_free + jnp.sum(is_freed, dtype=jnp.int32),
+            num_free=self.num_free + rank[-1],
         )
 
+    def _is_row(self, rows: Int32[Array, " n"]) -> Bool[Array, " n"]:
+        return (rows >= 0) & (rows < self.max_rows)
 
-def require_positive(**sizes: int) -> None:
-    """Raises ValueError, by name, for a size that is not a positive int."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise ValueError(f"{name}: expected a positive int, got {size!r}")
+    def _held(self, pages: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """The pages themselves where someone holds them, else padding."""
+        is_held = (pages >= 0) & (self.ref_counts.at[pages].get(mode="fill", fill_value=0) > 0)
+        return jnp.where(is_held, pages, self.num_pages)
 
+    def _may_start(self, rows: Int32[Array, " n"]) -> Bool[Array, ""]:
+        """Whether each row is empty and stands once; B stands for none."""
+        times = jnp.zeros(self.max_rows, jnp.int32).at[rows].add(1, mode="drop")
+        return jnp.all((times == 0) | ((times == 1) & (self.lengths == 0)))
 
-def require_int32_slots(num_pages: int, page_size: int) -> None:
-    """Raises ValueError for so many pages that their tokens cannot be counted in int32."""
-    if int(num_pages) * int(page_size) > _INT32_MAX:
-        raise ValueError(
-            f"pages: slots and positions are int32, expected at most {_INT32_MAX} tokens, "
-            f"got {num_pages} pages of {page_size}"
+    def _start(self, rows: Int32[Array, " n"], pages: Int32[Array, "n M"], lengths: Int32[Array, " n"]) -> BlockTable:
+        """Starts empty rows with one more reference to each of these pages; row B and page P stand for none."""
+        return dataclasses.replace(
+            self,
+            pages=self.pages.at[rows].set(pages, mode="drop"),
+            lengths=self.lengths.at[rows].set(lengths, mode="drop"),
+            ref_counts=self.ref_counts.at[pages].add(1, mode="drop"),
         )
 
 
 def _iota(size: int) -> Int32[Array, " size"]:
     return jnp.arange(size, dtype=jnp.int32)  # int32 also where 64-bit types are enabled
-
-
-def as_int32(name: str, array: ArrayLike) -> Int32[Array, "..."]:
-    """The integers as int32; those that do not fit become the nearest that does, and so stay out of range.
-
-    Raises:
-        ValueError: `array` is not of an integer dtype.
-    """
-    if not isinstance(array, jax.Array):  # to numpy first: JAX would let a large integer wrap around
-        array = np.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected an integer dtype, got {array.dtype}{list(array.shape)}")
-    if jnp.iinfo(array.dtype).max > _INT32_MAX:
-        array = array.clip(max(jnp.iinfo(array.dtype).min, -_INT32_MAX - 1), _INT32_MAX)
-    return jnp.asarray(array).astype(jnp.int32)
 
 
 def packed_rows(ends: Int32[Array, " B"], size: int) -> Int32[Array, " size"]:
@@ -343,6 +416,13 @@ def _per_row(name: str, array: Int[Array, " B"], rows: int) -> Int32[Array, " B"
     if array.shape != (rows,):
         raise ValueError(f"{name}: expected one entry per row, shape ({rows},), got shape {array.shape}")
     return array
+
+
+def _list_of_pages(pages: Int[Array, " n"]) -> Int32[Array, " n"]:
+    pages = as_int32("pages", pages)
+    if pages.ndim != 1:
+        raise ValueError(f"pages: expected a 1-D array, got shape {pages.shape}")
+    return pages
 
 
 def _select(ok: Bool[Array, ""], new, old):

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from paged_jax.block_table import BlockTable, as_int32, packed_rows, require_positive
+from paged_jax.block_table import BlockTable, packed_rows
+from paged_jax.integers import as_int32, require_positive
 
 
 @functools.partial(

@@ -1,4 +1,4 @@
-"""The block table against a plain Python model, at its boundaries, and under every transform it must trace in."""
+"""The block table at its boundaries, with what it must refuse, and under every transform it must trace in."""
 
 import dataclasses
 
