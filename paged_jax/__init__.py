@@ -1,11 +1,15 @@
 """PagedAttention for JAX: a paged KV cache, a functional block table, and attention over both."""
 
+import paged_jax.exported  # noqa: F401, importing it makes the pytrees known to jax.export
+from paged_jax import compat, layouts
 from paged_jax.attention import merge_attention, paged_attention
 from paged_jax.block_table import BlockTable, PageCopies
 from paged_jax.cache import PagedCache
 from paged_jax.decode import DecodeResult, OutOfPages, decode
+from paged_jax.prefix_cache import PrefixCache
 from paged_jax.sampling import Sampler, greedy
 from paged_jax.step import PagedStep
+from paged_jax.table_check import check_block_tables
 
 __all__ = [
     "BlockTable",
@@ -14,9 +18,13 @@ __all__ = [
     "PageCopies",
     "PagedCache",
     "PagedStep",
+    "PrefixCache",
     "Sampler",
+    "check_block_tables",
+    "compat",
     "decode",
     "greedy",
+    "layouts",
     "merge_attention",
     "paged_attention",
 ]

@@ -13,8 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from paged_jax import attention_xla, backends
-from paged_jax.block_table import BlockTable, as_int32
+from paged_jax.block_table import BlockTable
 from paged_jax.cache import DTYPES, PagedCache, validate_layer, validate_table
+from paged_jax.integers import as_int32
 from pallas_kernels import softmax
 
 
@@ -96,7 +97,12 @@ def paged_attention(
         "alibi_slopes": None if alibi_slopes is None else _validate_per_head("alibi_slopes", alibi_slopes, num_heads),
     }
     attend = functools.partial(
-        _attend, scale=scale, soft_cap=soft_cap, num_partitions=num_partitions, implementation=implementation
+        _attend,
+        layout=cache.layout,
+        scale=scale,
+        soft_cap=soft_cap,
+        num_partitions=num_partitions,
+        implementation=implementation,
     )
     out, lse = _forward_only(attend, arrays)
     return (out, lse) if return_lse else out
@@ -149,14 +155,14 @@ def _refuse_to_differentiate(attend, primals, tangents):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "num_partitions", "implementation"))
+@functools.partial(jax.jit, static_argnames=("layout", "scale", "soft_cap", "num_partitions", "implementation"))
 def _attend(arrays, **static):  # jitted, so that the layers of an unrolled model share one trace
     return backends.attend(arrays, reference=attention_xla.attend, **static)
 
 
 def _validate_queries(q, cache: PagedCache, table: BlockTable, query_lengths) -> None:
     validate_table(cache, table)
-    num_kv_heads, head_dim = cache.k.shape[3:]
+    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] < 1 or q.shape[1] % num_kv_heads:
         raise ValueError(
             f"q: expected shape [tokens, heads, head_dim] with head_dim {head_dim} and heads a multiple of the cache's "

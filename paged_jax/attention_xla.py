@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from paged_jax import layouts
 from paged_jax.block_table import packed_rows
 from pallas_kernels import softmax
 
@@ -30,11 +31,12 @@ class _QueryTiles(NamedTuple):
 
 def attend(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "L P C K H"],
-    v_pages: Float[Array, "L P C K Hv"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
     block_tables: Int32[Array, "B M"],
     lengths: Int32[Array, " B"],
     *,
+    layout: str,
     query_lengths: Int32[Array, " B"] | None,
     layer: Int32[Array, ""],
     window: Int32[Array, ""] | None,
@@ -50,7 +52,7 @@ def attend(
     page if that is more.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k_pages.shape[3]
+    num_kv_heads = layouts.pool_sizes(layouts.pool_axes(layout)[0], k_pages.shape)["K"]
     group = num_heads // num_kv_heads
     tiles = _decode_tiles(lengths) if query_lengths is None else _ragged_tiles(lengths, query_lengths, num_tokens)
     if num_partitions is None:
@@ -58,7 +60,7 @@ def attend(
 
     q_tiles = q.at[tiles.token].get(mode="fill", fill_value=0).astype(jnp.float32)
     q_tiles = q_tiles.reshape(*tiles.token.shape, num_kv_heads, group, head_dim)
-    slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, group, 1, 1)
+    slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(1, 1, num_kv_heads, group, 1, 1)
 
     outs, lses = _fold_partitions(
         q_tiles,
@@ -69,13 +71,14 @@ def attend(
         layer,
         window,
         slopes,
+        layout=layout,
         scale=scale,
         soft_cap=soft_cap,
         num_partitions=num_partitions,
     )
     out, lse = softmax.merge(outs, lses) if num_partitions > 1 else (outs[0], lses[0])  # [S, K, G, Q, ..]
     if sinks is not None:
-        out, lse = softmax.with_sink(out, lse, sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1))
+        out, lse = softmax.with_sink(out, lse, sinks.astype(jnp.float32).reshape(1, num_kv_heads, group, 1))
 
     def unpack(tiled, empty):  # [S, K, G, Q, ..] → [T, N, ..]; tokens of no row keep what an empty row has
         by_token = jnp.moveaxis(tiled, 3, 1).reshape(tiles.token.size, num_heads, *tiled.shape[4:])
@@ -103,11 +106,11 @@ def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"]
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
     row = packed_rows(tile_end, num_tiles)
 
-    def of_row(array):  # zero for the tiles past the last row's
+    def of_row(array):  # [S, 1]; zero for the tiles past the last row's
         return array.at[row].get(mode="fill", fill_value=0)[:, None]
 
     first_tile, first_token = tile_end - row_tiles, jnp.cumsum(query_lengths, dtype=jnp.int32) - query_lengths
-    offset = (tile[:, None] - of_row(first_tile)) * queries + jnp.arange(queries, dtype=jnp.int32)
+    offset = (tile[:, None] - of_row(first_tile)) * queries + jnp.arange(queries, dtype=jnp.int32)[None, :]
     is_token = offset < of_row(query_lengths)
     return _QueryTiles(
         token=jnp.where(is_token, of_row(first_token) + offset, num_tokens),
@@ -118,30 +121,33 @@ def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"]
 
 def _fold_partitions(
     q_tiles: Float32[Array, "S Q K G H"],
-    k_pages: Float[Array, "L P C K H"],
-    v_pages: Float[Array, "L P C K Hv"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
     block_tables: Int32[Array, "B M"],
     tiles: _QueryTiles,
     layer: Int32[Array, ""],
     window: Int32[Array, ""] | None,
-    slopes: Float32[Array, "K G 1 1"] | None,
+    slopes: Float32[Array, "1 1 K G 1 1"] | None,
     *,
+    layout: str,
     scale: float,
     soft_cap: float | None,
     num_partitions: int,
 ) -> tuple[Float32[Array, "R S K G Q Hv"], Float32[Array, "R S K G Q"]]:
     """Normalised output and log-sum-exp of each of R partitions of each tile's keys."""
     num_tiles, queries, num_kv_heads, group, _ = q_tiles.shape
-    page_size, v_head_dim = v_pages.shape[2], v_pages.shape[4]
+    k_axes, v_axes = layouts.pool_axes(layout)
+    v_sizes = layouts.pool_sizes(v_axes, v_pages.shape)
+    page_size, v_head_dim = v_sizes["C"], v_sizes["H"]
     blocks_per_tile = max(1, _KEYS_PER_TILE // page_size)
 
     # Keys that some query of the tile sees: [begin, end). Each tile walks key tiles that start at a block boundary.
-    query = tiles.position
-    end = jnp.max(query, axis=1) + 1
+    query = tiles.position[None]  # [1, S, Q]: partitions come first
+    end = jnp.max(query, axis=-1) + 1
     if window is None:
         begin = jnp.zeros_like(end)
     else:
-        first_query = jnp.min(jnp.where(query < 0, end[:, None], query), axis=1)
+        first_query = jnp.min(jnp.where(query < 0, end[..., None], query), axis=-1)
         begin = jnp.clip(first_query - window + 1, 0, end)
     first_block = lax.div(begin, jnp.int32(page_size))
     num_key_tiles = _ceil_div(_ceil_div(end, page_size) - first_block, blocks_per_tile)
@@ -152,24 +158,25 @@ def _fold_partitions(
     def fold_tile(i, state):
         key_tile = first_key_tile + i
         block = first_block + key_tile * blocks_per_tile
-        block = block[..., None] + jnp.arange(blocks_per_tile, dtype=jnp.int32)  # [R, S, blocks]
-        position = block[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+        block = block[..., None] + jnp.arange(blocks_per_tile, dtype=jnp.int32)[None, None, :]  # [R, S, blocks]
+        position = block[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, None, :]
         position = position.reshape(num_partitions, num_tiles, blocks_per_tile * page_size)
-        is_live = (position >= begin[:, None]) & (position < end[:, None]) & (key_tile < end_key_tile)[..., None]
+        is_live = (position >= begin[..., None]) & (position < end[..., None]) & (key_tile < end_key_tile)[..., None]
         # A block none of the queries sees may hold anything in the table: look at page 0 instead.
         is_walked = is_live.reshape(*block.shape, page_size).any(axis=-1)
-        page = block_tables.at[tiles.row[:, None], block].get(mode="clip", wrap_negative_indices=False)
+        page = block_tables.at[tiles.row[None, :, None], block].get(mode="clip", wrap_negative_indices=False)
         page = jnp.where(is_walked, page, 0)
 
-        def gather(pool):  # [R, S, keys, K, dim]; dead cells are zero, since 0 · NaN is NaN
-            cells = pool.at[layer, page].get(mode="clip", wrap_negative_indices=False)
-            cells = cells.reshape(*position.shape, *pool.shape[3:])
+        def gather(pool, axes):  # [R, S, keys, K, dim]; dead cells are zero, since 0 · NaN is NaN
+            pages = layouts.take_pages(pool, axes, layer=layer, page=page)
+            cells = pages.reshape(*position.shape, *pages.shape[-2:])
             return jnp.where(is_live[..., None, None], cells, 0).astype(jnp.float32)
 
-        scores = jnp.einsum("sqkgh,rstkh->rskgqt", q_tiles, gather(k_pages), precision=lax.Precision.HIGHEST) * scale
+        keys = gather(k_pages, k_axes)
+        scores = jnp.einsum("sqkgh,rstkh->rskgqt", q_tiles, keys, precision=lax.Precision.HIGHEST) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        distance = query[:, :, None] - position[:, :, None, :]  # [R, S, Q, keys]
+        distance = query[..., None] - position[:, :, None, :]  # [R, S, Q, keys]
         if slopes is not None:
             scores -= slopes * distance[:, :, None, None].astype(jnp.float32)
         is_visible = is_live[:, :, None] & (distance >= 0)
@@ -178,7 +185,8 @@ def _fold_partitions(
         scores = jnp.where(is_visible[:, :, None, None], scores, -jnp.inf)
 
         def weigh(weights):
-            return jnp.einsum("rskgqt,rstkh->rskgqh", weights, gather(v_pages), precision=lax.Precision.HIGHEST)
+            values = gather(v_pages, v_axes)
+            return jnp.einsum("rskgqt,rstkh->rskgqh", weights, values, precision=lax.Precision.HIGHEST)
 
         return softmax.update(state, scores, weigh, unit=softmax.LOG2_E, masked=True)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax import lax
 from jaxtyping import Array
 
 import pallas_kernels
+from paged_jax import platform_choice
+from pallas_kernels.layouts import LAYOUTS, pool_sizes
 
 IMPLEMENTATIONS = ("xla", "triton", "triton_interpret")
 
@@ -24,12 +25,12 @@ def attend(
         arrays: the operands by name; `query_lengths` is None in decode.
         reference: the plain-JAX implementation, "xla".
         implementation: None takes the Triton kernel on cuda and rocm if it can do what is asked, and the reference
-            everywhere else. The choice follows the platform that the caller's function is lowered for, not the host;
-            one platform per export.
+            everywhere else. The choice follows the platforms that the caller's function is lowered for, not the host.
         static: options that are not arrays.
 
     Raises:
-        NotImplementedError: the implementation named cannot do what is asked.
+        NotImplementedError: the implementation named cannot do what is asked; or, once it is lowered, cannot run on
+            the platform that it is lowered for.
     """
 
     def xla(arrays):
@@ -39,23 +40,29 @@ def attend(
         decode_arrays = {name: array for name, array in arrays.items() if name != "query_lengths"}
         return pallas_kernels.paged_decode(**decode_arrays, **static, return_lse=True, interpret=interpret)
 
-    obstacle = _obstacle(arrays)
+    obstacle = _obstacle(arrays, static["layout"])
     if implementation == "xla" or (implementation is None and obstacle):
         return xla(arrays)
     if obstacle:
         raise NotImplementedError(f"implementation {implementation!r}: {obstacle}; use 'xla' or None")
     if implementation == "triton_interpret":
         return triton(arrays, interpret=True)
-    if implementation == "triton":
-        return triton(arrays)  # Pallas raises when this is lowered for a platform that has no Triton
-    return lax.platform_dependent(arrays, cuda=triton, rocm=triton, default=xla)
+    return platform_choice.choose(triton, _refuse if implementation == "triton" else xla, arrays)
 
 
-def _obstacle(arrays: dict[str, Any]) -> str | None:
+def _refuse(arrays):
+    raise NotImplementedError(
+        f"implementation 'triton' runs on {' and '.join(platform_choice.GPU_PLATFORMS)} only, and this program is "
+        "lowered for another platform; use None or 'xla' there, or 'triton_interpret' to test the kernel"
+    )
+
+
+def _obstacle(arrays: dict[str, Any], layout: str) -> str | None:
     """What keeps the Triton kernel from this call; None if nothing does."""
     if arrays["query_lengths"] is not None:
         return "takes one query token per row, not query_lengths"
-    for name, dim in (("head_dim", arrays["q"].shape[-1]), ("v_head_dim", arrays["v_pages"].shape[-1])):
+    v_sizes = pool_sizes(LAYOUTS[layout][1], arrays["v_pages"].shape)
+    for name, dim in (("head_dim", arrays["q"].shape[-1]), ("v_head_dim", v_sizes["H"])):
         if not (16 <= dim <= 256 and dim % 8 == 0):
             return f"takes a {name} that is a multiple of 8 from 16 to 256, not {dim}"
     return None

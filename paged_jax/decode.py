@@ -157,7 +157,7 @@ def _decode(forward, cache, table, tokens, active, key, *, max_new_tokens, sampl
         is_stop = jnp.isin(sampled, jnp.array(stop_tokens, jnp.int32))
         result = DecodeResult(
             tokens=result.tokens.at[:, i].set(jnp.where(is_new, sampled, -1)),
-            num_tokens=result.num_tokens + is_new,
+            num_tokens=result.num_tokens + is_new.astype(jnp.int32),
             active=result.active & ~(is_new & is_stop),
             ok=ok,
             cache=cache,

@@ -54,14 +54,16 @@ def case(
     head_dim=16,
     v_head_dim=None,
     dtype=F32,
+    layout="NHD",
     width=None,
     shared=None,
     magnitude=1.0,
     traced_window=False,
     **options,
 ):
-    pool = {"page_size": page_size, "head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype, "width": width}
-    pool |= {"shared": shared, "magnitude": magnitude, "num_kv_heads": heads[1], "layers": 2, "layer": 1}
+    pool = {"page_size": page_size, "head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype, "layout": layout}
+    pool |= {"width": width, "shared": shared, "magnitude": magnitude, "num_kv_heads": heads[1]}
+    pool |= {"layers": 2, "layer": 1}
     pool = tuple(pool.items())
     options = tuple(options.items())
     return Case(lengths, heads, q_dtype or dtype, pool, query_lengths, padding, options, traced_window)
@@ -110,6 +112,27 @@ DECODE = {
     "everything, odd sizes, bfloat16": case(
         (0, 5, 11, 54), (7, 1), page_size=5, head_dim=80, dtype=BF16, **EVERYTHING, traced_window=True
     ),
+    # layouts
+    "HND": case((0, 1, 8, 9, 54), layout="HND"),
+    "HND, page 5, head_dim 80, heads 7 of 1, bfloat16": case(
+        (0, 4, 11, 54), (7, 1), page_size=5, head_dim=80, dtype=BF16, layout="HND", **EVERYTHING
+    ),
+    "HND, head_dim 192, values of 128, 3 partitions": case(
+        (0, 15, 54), page_size=16, head_dim=192, v_head_dim=128, dtype=F16, layout="HND", num_partitions=3
+    ),
+    "head major": case((0, 1, 8, 9, 54), layout="head_major"),
+    "head major, page 24, values of 24, heads 12 of 4": case(
+        (0, 23, 25, 49), (12, 4), page_size=24, v_head_dim=24, layout="head_major", window=33
+    ),
+    "head major, page 1, rows share pages, bfloat16": case(
+        (20, 20, 9), page_size=1, shared=(0, 1, 2), dtype=BF16, layout="head_major", sinks=True
+    ),
+    "vllm": case((0, 1, 8, 9, 54), layout="vllm"),
+    "vllm, head_dim 112, values of 40, heads 5 of 1, bfloat16": case(
+        (0, 15, 17, 54), (5, 1), page_size=16, head_dim=112, v_head_dim=40, dtype=BF16, layout="vllm", **EVERYTHING
+    ),
+    "vllm, page 5, head_dim 24, float16": case((0, 4, 5, 54), page_size=5, head_dim=24, dtype=F16, layout="vllm"),
+    "vllm, head_dim 256, 2 partitions": case(SHORT, head_dim=256, layout="vllm", num_partitions=2),
     # partitions
     "3 partitions, page 5, bfloat16": case((0, 14, 15, 16, 54), page_size=5, num_partitions=3, dtype=BF16),
     "more partitions than pages": case(num_partitions=9),
@@ -140,6 +163,9 @@ RAGGED = {
     "traced window 11": case((2, 9, 54), query_lengths=(5, 9, 17), window=11, traced_window=True),
     "soft cap": case((9, 54), query_lengths=(9, 17), soft_cap=1.0, magnitude=2.0),
     "3 partitions": case((9, 54), query_lengths=(9, 17), num_partitions=3),
+    "HND, page 5": case((0, 9, 54), query_lengths=(0, 9, 17), page_size=5, layout="HND", dtype=BF16),
+    "head major, window 9": case((9, 54), query_lengths=(9, 17), layout="head_major", window=9),
+    "vllm, values of 24": case((9, 54), query_lengths=(9, 17), v_head_dim=24, layout="vllm", dtype=F16),
     "everything": case((0, 2, 9, 54), (6, 2), query_lengths=(2, 5, 9, 17), padding=4, **EVERYTHING),
 }
 
@@ -162,6 +188,10 @@ DECODE_AT_SIZE = {
     "1 partition": case(LONG, (8, 2), page_size=8, head_dim=64, num_partitions=1),
     "many partitions": case(LONG, (8, 2), page_size=8, head_dim=64, num_partitions=100),
     "float32 over bfloat16": case(LONG, (8, 2), q_dtype=F32, page_size=16, head_dim=128, dtype=BF16),
+    "HND": case(LONG, (8, 2), page_size=16, head_dim=128, dtype=BF16, layout="HND"),
+    "head major": case(LONG, (8, 2), page_size=64, head_dim=64, dtype=F16, layout="head_major"),
+    "vllm": case(LONG, (64, 8), page_size=16, head_dim=128, dtype=BF16, layout="vllm"),
+    "vllm, page 5, float32": case(LONG, (8, 2), page_size=5, head_dim=80, layout="vllm"),
 }
 
 RAGGED_AT_SIZE = {
@@ -199,7 +229,7 @@ def options_of(case):
 def meaning(q, pool, query_lengths, options):
     """The oracle's out and lse, read through the table, and those of dense attention on the same rows."""
     options = {"scale": q.shape[-1] ** -0.5} | {k: v for k, v in options.items() if k != "num_partitions"}
-    k, v = (np.asarray(x[pool.layer]) for x in (pool.cache.k, pool.cache.v))
+    k, v = (x[pool.layer] for x in pools.contents(pool.cache))
     truth = oracle.paged(q, k, v, pool.table.pages, pool.lengths, query_lengths, **options)
     return truth, dense(q, pool.k_rows, pool.v_rows, pool.lengths, query_lengths, **options)
 

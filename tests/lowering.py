@@ -8,12 +8,13 @@ from jax.sharding import AbstractMesh
 
 def lower_for_cuda(function, *arguments) -> str:
     """The StableHLO text of `jax.jit(function)` lowered for an H200; arguments may be `jax.ShapeDtypeStruct`s."""
-    with _cuda_device():
+    with cuda_device():
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @contextlib.contextmanager
-def _cuda_device():
+def cuda_device():
+    """An H200 in scope, as later JAX wants it for lowering."""
     try:  # later JAX asks the mesh in scope for the device that a kernel is lowered for
         from jax.sharding import AbstractDevice
     except ImportError:

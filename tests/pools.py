@@ -18,6 +18,9 @@ POISONS = (np.nan, np.inf, 1e30, NOISE)
 PADDING, MINUS_ONE, HUGE, OTHERS = "num_pages", "-1", "huge", "other rows' pages"
 GARBAGE = (PADDING, MINUS_ONE, HUGE, OTHERS)
 
+# Where the axes [L, P, C, K, H] go in each layout; vLLM's K is packed as well.
+LAYOUTS = {"NHD": (0, 1, 2, 3, 4), "HND": (0, 1, 3, 2, 4), "head_major": (0, 3, 1, 2, 4), "vllm": (0, 1, 3, 4, 2)}
+
 # Dtypes of a pool whose writes must be in place.
 WRITTEN_IN_PLACE = (
     jnp.float32,
@@ -73,6 +76,41 @@ def block_table(rows, lengths, num_pages, page_size, *, width=None, retained=Non
     )
 
 
+def laid_out(pool, layout, name):
+    """A pool [L, P, C, K, H] as a layout has it in memory; `name` is "k" or "v"."""
+    pool = np.transpose(pool, LAYOUTS[layout])
+    if (layout, name) == ("vllm", "k"):  # [L, P, K, H, C] → [L, P, K, H / x, C, x]
+        x = 16 // pool.dtype.itemsize
+        pool = pool.reshape(*pool.shape[:3], pool.shape[3] // x, x, pool.shape[4]).swapaxes(-1, -2)
+    return pool
+
+
+def nhd(pool, layout, name):
+    """The inverse of `laid_out`."""
+    pool = np.asarray(pool)
+    if (layout, name) == ("vllm", "k"):
+        *outer, pieces, cells, x = pool.shape
+        pool = pool.swapaxes(-1, -2).reshape(*outer, pieces * x, cells)
+    return np.transpose(pool, np.argsort(LAYOUTS[layout]))
+
+
+def cache_of(k, v, layout="NHD"):
+    """A cache that holds K [L, P, C, K, H] and V, laid out."""
+    return paged_jax.PagedCache(
+        k=jnp.asarray(laid_out(np.asarray(k), layout, "k")),
+        v=jnp.asarray(laid_out(np.asarray(v), layout, "v")),
+        k_scale=None,
+        v_scale=None,
+        layout=layout,
+        page_size=k.shape[2],
+    )
+
+
+def contents(cache):
+    """K and V of a cache as [L, P, C, K, H]."""
+    return nhd(cache.k, cache.layout, "k"), nhd(cache.v, cache.layout, "v")
+
+
 def _poisoned(shape, dtype, poison, rng):
     if poison is NOISE:
         return (100 * rng.standard_normal(shape)).astype(dtype)
@@ -89,6 +127,7 @@ def build(
     head_dim=16,
     v_head_dim=None,
     dtype=jnp.float32,
+    layout="NHD",
     layers=1,
     layer=0,
     spare_pages=3,
@@ -128,10 +167,9 @@ def build(
             for i, page in enumerate(row_pages):
                 cells = row[i * page_size : (i + 1) * page_size]
                 pool[layer, page, : len(cells)] = cells
-        pools.append(jnp.asarray(pool))
-    cache = paged_jax.PagedCache(k=pools[0], v=pools[1], k_scale=None, v_scale=None, layout="NHD", page_size=page_size)
+        pools.append(pool)
     table = block_table(pages, lengths, num_pages, page_size, width=width, garbage=garbage, seed=placement)
-    return Pool(cache, table, *rows, lengths, layer)
+    return Pool(cache_of(*pools, layout), table, *rows, lengths, layer)
 
 
 _WHOLE = re.compile(r"= \(?\w+\[([\d,]*)\]\S* (copy|copy-start|convert|select|dynamic-slice|slice|transpose)\(")

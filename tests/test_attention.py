@@ -31,7 +31,7 @@ from attention_cases import (
 )
 from tolerances import assert_accurate, dense
 
-from paged_jax import BlockTable, PagedCache, paged_attention
+from paged_jax import BlockTable, paged_attention
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -51,14 +51,14 @@ def test_ragged_queries_are_dense_attention(case, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*DECODE.values(), *DECODE_AT_SIZE.values()], ids=[*DECODE, *DECODE_AT_SIZE])
-@pytest.mark.parametrize("implementation", [None, "xla", "triton"])
-def test_decode_at_size_is_dense_attention(case, implementation):
-    run_case(case, implementation)
+@pytest.mark.parametrize("case", DECODE_AT_SIZE.values(), ids=DECODE_AT_SIZE)
+def test_decode_at_size_is_dense_attention(case):
+    for implementation in (None, "xla", "triton"):  # one test: to pose the case is most of the work
+        run_case(case, implementation)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*RAGGED.values(), *RAGGED_AT_SIZE.values()], ids=[*RAGGED, *RAGGED_AT_SIZE])
+@pytest.mark.parametrize("case", RAGGED_AT_SIZE.values(), ids=RAGGED_AT_SIZE)
 def test_ragged_queries_at_size_are_dense_attention(case):
     run_case(case, None)
 
@@ -79,7 +79,7 @@ def test_a_named_kernel_never_gives_way_to_another():
     if jax.default_backend() == "gpu":
         pytest.skip("this platform has the kernel")
     q, pool, options, _, _ = posed(DECODE["plain"])
-    with pytest.raises((NotImplementedError, ValueError)):
+    with pytest.raises(NotImplementedError, match="'triton' runs on cuda and rocm only"):
         op("triton", options)(q, pool)
 
 
@@ -122,6 +122,9 @@ def poisoned_runs(case, implementation, options):
 
 POISONED = {
     "plain": case((0, 1, 8, 9, 21)),
+    "vllm": case((0, 1, 8, 9, 21), layout="vllm"),
+    "HND in 2 partitions": case((0, 1, 8, 9, 21), layout="HND", num_partitions=2),
+    "head major": case((0, 5, 9), page_size=5, layout="head_major"),
     "page 5, float16": case((0, 4, 5, 11), page_size=5, dtype=F16, head_dim=24),
     "everything in 3 partitions": case((0, 1, 9, 21), dtype=BF16, **EVERYTHING, num_partitions=3),
 }
@@ -232,8 +235,8 @@ CHUNKINGS = {
 def test_any_chunking_of_a_prompt_is_one_piece(implementation, chunks, options):
     rng = np.random.default_rng(5)
     q, k, v = ([rng.standard_normal((n, heads, 16)).astype(np.float32) for n in PROMPTS] for heads in (4, 2, 2))
-    nothing = jnp.full((1, 12, 4, 2, 16), jnp.nan)
-    cache = PagedCache(k=nothing, v=nothing, k_scale=None, v_scale=None, layout="NHD", page_size=4)
+    nothing = np.full((1, 12, 4, 2, 16), np.nan, np.float32)
+    cache = pools.cache_of(nothing, nothing)
     table = BlockTable.create(12, 4, 2, 6)
 
     @functools.partial(jax.jit, static_argnames="size")

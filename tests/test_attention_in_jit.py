@@ -9,6 +9,7 @@ import numpy as np
 import pools
 import pytest
 from attention_cases import DECODE, F32, GPU, RAGGED, bits, every, every_ragged, meaning, op, posed
+from lowering import lower_for_cuda
 from tolerances import assert_accurate
 
 from paged_jax import BlockTable, PagedCache, paged_attention
@@ -68,8 +69,9 @@ def test_ragged_queries_in_a_scan_over_layers_read_each_layer_through_its_own_wi
 
 @pytest.mark.parametrize("implementation", [pytest.param("xla"), GPU])
 @pytest.mark.parametrize("dtype", pools.WRITTEN_IN_PLACE)
-def test_a_scan_that_writes_and_attends_copies_no_pool(implementation, dtype):
-    cache = PagedCache.create(3, 200, 4, 2, 16, dtype)
+@pytest.mark.parametrize("layout", pools.LAYOUTS)
+def test_a_scan_that_writes_and_attends_copies_no_pool(implementation, dtype, layout):
+    cache = PagedCache.create(3, 200, 4, 2, 16, dtype, layout=layout)
     table, _ = BlockTable.create(200, 4, 2, 5).extend(jnp.asarray([7, 3], jnp.int32))
 
     def forward(cache, table, q, k, v):
@@ -172,13 +174,17 @@ MISTAKES = {
     "integer slopes": {"alibi_slopes": jnp.ones(4, jnp.int32)},
     "window 0": {"window": 0},
     "window -1": {"window": -1},
+    "window True": {"window": True},
     "float window": {"window": 2.5},
     "traced float window": {"window": jnp.float32(2)},
     "window per row": {"window": jnp.ones(3, jnp.int32)},
     "soft_cap 0": {"soft_cap": 0.0},
     "soft_cap -1": {"soft_cap": -1.0},
+    "soft_cap inf": {"soft_cap": float("inf")},
+    "traced scale": {"scale": jnp.float32(1)},
     "num_partitions 0": {"num_partitions": 0},
     "num_partitions -2": {"num_partitions": -2},
+    "num_partitions 1.5": {"num_partitions": 1.5},
     "layer -1": {"layer": -1},
     "layer 2 of 2": {"layer": 2},
     "float layer": {"layer": jnp.float32(0)},
@@ -191,6 +197,18 @@ MISTAKES = {
 def test_a_callers_mistake_says_what_was_expected(mistake, implementation):
     with pytest.raises(ValueError, match=r"(?is)expected.*got"):
         attempt(**{"implementation": implementation} | mistake)
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(8, 16), (20, 16), (264, 16), (16, 12), (16, 512)])
+def test_a_head_dim_that_the_kernel_cannot_do_is_named(head_dim, v_head_dim):
+    """Who asks for the kernel hears why not; who leaves the choice open gets the reference, also on a GPU."""
+    cache, table = PagedCache.create(1, 5, 8, 2, head_dim, F32, v_head_dim=v_head_dim), BlockTable.create(5, 8, 3, 4)
+    q = jnp.ones((3, 4, head_dim))
+    for implementation in ("triton", "triton_interpret"):
+        with pytest.raises(NotImplementedError, match=r"head_dim that is a multiple of 8 from 16 to 256, not \d+"):
+            paged_attention(q, cache, table, implementation=implementation)
+    assert "paged_decode" not in lower_for_cuda(paged_attention, q, cache, table)
+    assert paged_attention(q, cache, table).shape == (3, 4, v_head_dim)
 
 
 def test_the_attempt_without_a_mistake_passes():

@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pools
 import pytest
 
-from paged_jax import BlockTable, PagedCache, merge_attention, paged_attention
+from paged_jax import BlockTable, layouts, merge_attention, paged_attention
 from pallas_kernels import paged_decode
 
 LENGTHS = (5, 0, 9)
@@ -17,7 +19,7 @@ LENGTHS = (5, 0, 9)
 @pytest.fixture
 def cache():
     k = jax.random.normal(jax.random.key(0), (1, 9, 4, 2, 16))
-    return PagedCache(k=k, v=k + 1, k_scale=None, v_scale=None, layout="NHD", page_size=4)
+    return pools.cache_of(k, k + 1)
 
 
 @pytest.fixture
@@ -96,8 +98,8 @@ def test_no_query_tokens_give_no_output(cache, table):
 
 
 OTHER_KINDS = {
-    "layout": lambda cache: dataclasses.replace(cache, layout="HND"),
     "scales": lambda cache: dataclasses.replace(cache, k_scale=jnp.ones((1, 9, 4, 2)), v_scale=jnp.ones((1, 9, 4, 2))),
+    "one scale": lambda cache: dataclasses.replace(cache, k_scale=jnp.ones((1, 9, 4, 2))),
     "dtype": lambda cache: dataclasses.replace(cache, k=cache.k.astype(jnp.int8), v=cache.v.astype(jnp.int8)),
 }
 
@@ -110,23 +112,39 @@ def test_a_cache_of_another_kind_is_refused(other, cache, table, q):
         other(cache).write(0, jnp.ones((1, 2, 16)), jnp.ones((1, 2, 16)), jnp.zeros(1, jnp.int32))
 
 
-def test_a_table_whose_lengths_are_of_another_batch_is_refused(cache, table, q):
-    with pytest.raises(ValueError, match="lengths"):
-        paged_attention(q, cache, dataclasses.replace(table, lengths=jnp.zeros(5, jnp.int32)))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lengths": jnp.zeros(5, jnp.int32)},
+        {"lengths": jnp.zeros((3, 1), jnp.int32)},
+        {"lengths": jnp.zeros(3)},
+        {"pages": jnp.zeros((5, 4), jnp.int32)},
+        {"pages": jnp.zeros(3, jnp.int32)},
+        {"pages": jnp.zeros((3, 4))},
+    ],
+    ids=lambda wrong: ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in wrong.items()),
+)
+def test_a_table_of_other_shapes_or_dtypes_is_refused(wrong, cache, table, q):
+    with pytest.raises(ValueError, match=r"table: expected.*pages.*lengths.*got"):
+        paged_attention(q, cache, dataclasses.replace(table, **wrong))
 
 
-def test_the_raw_kernel_takes_one_layer_or_a_stack(cache, table, q):
+@pytest.mark.parametrize("layout", pools.LAYOUTS)
+def test_the_raw_kernel_takes_one_layer_or_a_stack(layout, cache, table, q):
     expected, lse = paged_attention(q, cache, table, implementation="triton_interpret", return_lse=True)
-    out = paged_decode(q, cache.k[0], cache.v[0], table.pages, table.lengths, interpret=True)
-    np.testing.assert_array_equal(out, expected)
-    stacked = paged_decode(
-        q, cache.k, cache.v, table.pages, table.lengths, layer=0, return_lse=True, interpret=True
-    )  # fmt: skip
+    cache = layouts.convert(cache, layout)
+    raw = functools.partial(paged_decode, q, block_tables=table.pages, lengths=table.lengths, interpret=True)
+    one_layer = raw(k_pages=cache.k[0], v_pages=cache.v[0], layout=layout)
+    np.testing.assert_array_equal(one_layer, expected)
+    stacked = raw(k_pages=cache.k, v_pages=cache.v, layer=0, layout=layout, return_lse=True)
     np.testing.assert_array_equal(stacked[1], lse)
     with pytest.raises(ValueError, match="axes"):
-        paged_decode(q, cache.k, cache.v, table.pages, table.lengths, interpret=True)
-    with pytest.raises(NotImplementedError, match="HND"):
-        paged_decode(q, cache.k, cache.v, table.pages, table.lengths, layer=0, layout="HND", interpret=True)
+        raw(k_pages=cache.k, v_pages=cache.v, layout=layout)
+
+
+def test_the_raw_kernel_refuses_an_unknown_layout(cache, table, q):
+    with pytest.raises(ValueError, match=r"(?s)layout: expected.*got 'nonsense'"):
+        paged_decode(q, cache.k, cache.v, table.pages, table.lengths, layer=0, layout="nonsense", interpret=True)
 
 
 def test_parts_to_merge_must_be_of_one_shape_and_floating():

@@ -8,7 +8,7 @@ import numpy as np
 import pools
 import pytest
 
-from paged_jax import BlockTable, PageCopies, PagedCache
+from paged_jax import BlockTable, PageCopies, PagedCache, paged_attention
 
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, V_DIM = 3, 6, 5, 2, 16, 24
 PADDING = PAGES * PAGE_SIZE
@@ -19,17 +19,10 @@ def noise(shape, dtype=jnp.float32, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def filled(dtype=jnp.float32, *, layers=LAYERS, pages=PAGES, page_size=PAGE_SIZE, seed=0):
+def filled(dtype=jnp.float32, *, layout="NHD", layers=LAYERS, pages=PAGES, page_size=PAGE_SIZE, seed=0):
     """A cache where every cell differs, so that any stray write shows."""
     shape = (layers, pages, page_size, HEADS)
-    return PagedCache(
-        k=noise((*shape, DIM), dtype, seed),
-        v=noise((*shape, V_DIM), dtype, seed + 1),
-        k_scale=None,
-        v_scale=None,
-        layout="NHD",
-        page_size=page_size,
-    )
+    return pools.cache_of(noise((*shape, DIM), dtype, seed), noise((*shape, V_DIM), dtype, seed + 1), layout)
 
 
 def tokens(count, dtype=jnp.float32, seed=7):
@@ -37,9 +30,9 @@ def tokens(count, dtype=jnp.float32, seed=7):
 
 
 def written(cache, layer, k, v, slots):
-    """What the pools hold after a write: plain numpy, one token at a time, slots out of range dropped."""
+    """What the pools [L, P, C, K, H] hold after a write: one token at a time, slots out of range dropped."""
     after = []
-    for pool, new in ((cache.k, k), (cache.v, v)):
+    for pool, new in zip(pools.contents(cache), (k, v), strict=True):
         pool = np.array(pool)
         for token, slot in zip(np.asarray(new), np.asarray(slots), strict=True):
             if 0 <= slot < pool.shape[1] * pool.shape[2]:
@@ -49,11 +42,22 @@ def written(cache, layer, k, v, slots):
 
 
 def assert_pools(cache, k, v):
-    np.testing.assert_array_equal(cache.k, k)
-    np.testing.assert_array_equal(cache.v, v)
+    for pool, expected in zip(pools.contents(cache), (k, v), strict=True):
+        np.testing.assert_array_equal(pool, expected)
+
+
+def assert_in_place(function, cache, *arguments):
+    """Compiled with the cache donated, the program keeps the buffers and makes nothing as large as a layer's pool."""
+    compiled = jax.jit(function, donate_argnums=0).lower(cache, *arguments).compile()
+    assert pools.pool_copies(compiled.as_text(), cache) == []
+    before = [pool.unsafe_buffer_pointer() for pool in (cache.k, cache.v)]
+    after = compiled(cache, *arguments)
+    assert [pool.unsafe_buffer_pointer() for pool in (after.k, after.v)] == before
+    assert cache.k.is_deleted()
 
 
 write = jax.jit(PagedCache.write)
+every_layout = pytest.mark.parametrize("layout", pools.LAYOUTS)
 
 
 # --- create
@@ -73,6 +77,30 @@ def test_a_new_cache_is_one_pool_of_all_layers(dtype, v_head_dim):
 
 def test_a_cache_is_bfloat16_unless_told():
     assert PagedCache.create(1, 2, 4, HEADS, DIM).k.dtype == jnp.bfloat16
+
+
+SHAPES = {
+    "NHD": ((LAYERS, PAGES, PAGE_SIZE, HEADS, DIM), (LAYERS, PAGES, PAGE_SIZE, HEADS, V_DIM)),
+    "HND": ((LAYERS, PAGES, HEADS, PAGE_SIZE, DIM), (LAYERS, PAGES, HEADS, PAGE_SIZE, V_DIM)),
+    "head_major": ((LAYERS, HEADS, PAGES, PAGE_SIZE, DIM), (LAYERS, HEADS, PAGES, PAGE_SIZE, V_DIM)),
+    "vllm": ((LAYERS, PAGES, HEADS, DIM // 8, PAGE_SIZE, 8), (LAYERS, PAGES, HEADS, V_DIM, PAGE_SIZE)),
+}
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_a_layout_orders_the_axes_in_memory_and_nothing_else(layout):
+    cache = PagedCache.create(LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, v_head_dim=V_DIM, layout=layout)
+    assert (cache.k.shape, cache.v.shape) == SHAPES[layout]
+    assert (cache.num_layers, cache.num_pages, cache.page_size) == (LAYERS, PAGES, PAGE_SIZE)
+    assert (cache.num_kv_heads, cache.head_dim, cache.v_head_dim) == (HEADS, DIM, V_DIM)
+    assert cache.layout == layout
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pieces"), [(jnp.float32, (DIM // 4, PAGE_SIZE, 4)), (jnp.float16, (2, PAGE_SIZE, 8))]
+)
+def test_vllm_packs_16_bytes_of_k_together(dtype, pieces):
+    assert PagedCache.create(1, 2, PAGE_SIZE, HEADS, DIM, dtype, layout="vllm").k.shape[3:] == pieces
 
 
 def test_layout_and_page_size_are_static_and_pools_are_leaves():
@@ -102,17 +130,59 @@ def test_pages_for_is_exact_beyond_32_bits():
     assert PagedCache.pages_for(141 * 2**30, 32, 16, 8, 128) == 141 * 2**30 // (32 * 16 * cell)
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        lambda: PagedCache.create(1, 2, 0, HEADS, DIM),
-        lambda: PagedCache.create(1, 2, 4, HEADS, DIM, layout="nonsense"),
-    ],
-    ids=["page_size 0", "unknown layout"],
-)
+CANNOT_BE = {
+    "page_size 0": lambda: PagedCache.create(1, 2, 0, HEADS, DIM),
+    "no pages": lambda: PagedCache.create(1, 0, 4, HEADS, DIM),
+    "head_dim True": lambda: PagedCache.create(1, 2, 4, HEADS, True),
+    "v_head_dim 0": lambda: PagedCache.create(1, 2, 4, HEADS, DIM, v_head_dim=0),
+    "slots beyond int32": lambda: PagedCache.create(1, 2**24, 2**8, HEADS, DIM),
+    "an integer dtype": lambda: PagedCache.create(1, 2, 4, HEADS, DIM, jnp.int32),
+    "an unknown layout": lambda: PagedCache.create(1, 2, 4, HEADS, DIM, layout="nonsense"),
+    "vllm with head_dim 20": lambda: PagedCache.create(1, 2, 4, HEADS, 20, layout="vllm"),
+    "vllm with head_dim 18 in float32": lambda: PagedCache.create(1, 2, 4, HEADS, 18, jnp.float32, layout="vllm"),
+    "bytes below 0": lambda: PagedCache.pages_for(-1, 1, 4, HEADS, DIM),
+    "pages of 0 cells": lambda: PagedCache.pages_for(10**6, 1, 0, HEADS, DIM),
+}
+
+
+@pytest.mark.parametrize("mistake", CANNOT_BE.values(), ids=CANNOT_BE)
 def test_a_cache_that_cannot_be_is_refused(mistake):
-    with pytest.raises(ValueError, match=r"(?i)page_size|layout"):
+    with pytest.raises(ValueError, match=r"(?is)expected.*got"):
         mistake()
+
+
+def test_only_k_is_packed_so_vllm_takes_any_head_dim_of_v():
+    assert PagedCache.create(1, 2, 4, HEADS, DIM, v_head_dim=3, layout="vllm").v.shape == (1, 2, HEADS, 3, 4)
+
+
+CONTRADICTIONS = {
+    "another layout's axes": lambda cache: dataclasses.replace(cache, layout="HND"),
+    "another layout's rank": lambda cache: dataclasses.replace(cache, layout="vllm"),
+    "an unknown layout": lambda cache: dataclasses.replace(cache, layout="nonsense"),
+    "another page size": lambda cache: dataclasses.replace(cache, page_size=PAGE_SIZE - 1),
+    "fewer pages of V": lambda cache: dataclasses.replace(cache, v=cache.v[:, 1:]),
+    "another number of heads in V": lambda cache: dataclasses.replace(cache, v=cache.v[..., :1, :]),
+    "one layer of K": lambda cache: dataclasses.replace(cache, k=cache.k[0]),
+    "pieces of 8 bytes": lambda cache: dataclasses.replace(
+        pools.cache_of(*pools.contents(cache), "vllm"), k=jnp.zeros((LAYERS, PAGES, HEADS, DIM // 2, PAGE_SIZE, 2))
+    ),
+}
+USES = {
+    "write": lambda cache: cache.write(0, *tokens(4), jnp.zeros(4, jnp.int32)),
+    "read": lambda cache: cache.read(0, BlockTable.create(PAGES, PAGE_SIZE, 2, 3)),
+    "copy_pages": lambda cache: cache.copy_pages(page_copies((0, 1))),
+    "zero_pages": lambda cache: cache.zero_pages(jnp.zeros(PAGES, bool)),
+    "attention": lambda cache: paged_attention(
+        jnp.zeros((2, 4, DIM)), cache, BlockTable.create(PAGES, PAGE_SIZE, 2, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("contradict", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_pools_that_contradict_their_layout_are_refused(contradict, use):
+    with pytest.raises(ValueError, match=r"(?is)(cache|layout): expected.*got"):
+        use(contradict(filled()))
 
 
 # --- write
@@ -120,8 +190,9 @@ def test_a_cache_that_cannot_be_is_refused(mistake):
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("page_size", [1, 4, 5])
-def test_a_write_changes_its_cells_and_no_other(layer, page_size):
-    cache = filled(page_size=page_size)
+@every_layout
+def test_a_write_changes_its_cells_and_no_other(layer, page_size, layout):
+    cache = filled(page_size=page_size, layout=layout)
     slots = jnp.asarray(np.random.default_rng(layer).permutation(PAGES * page_size)[:4], jnp.int32)
     k, v = tokens(4)
     after = write(cache, layer, k, v, slots)
@@ -140,16 +211,18 @@ def test_a_write_changes_its_cells_and_no_other(layer, page_size):
     ids=["padding", "negative", "extremes", "inside another layer if layers were flat", "none live"],
 )
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
-def test_slots_out_of_range_are_dropped(layer, slots):
-    cache = filled()
+@every_layout
+def test_slots_out_of_range_are_dropped(layer, slots, layout):
+    cache = filled(layout=layout)
     k, v = tokens(4)
     assert_pools(write(cache, layer, k, v, jnp.asarray(slots, jnp.int32)), *written(cache, layer, k, v, slots))
 
 
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_write_casts_to_the_caches_dtype(dtype, cache_dtype):
-    cache = filled(cache_dtype)
+@pytest.mark.parametrize("layout", ["NHD", "vllm"])  # vllm packs by the cache's dtype
+def test_a_write_casts_to_the_caches_dtype(dtype, cache_dtype, layout):
+    cache = filled(cache_dtype, layout=layout)
     k, v = tokens(4, dtype)
     slots = jnp.asarray([7, 0, PADDING, 29], jnp.int32)
     after = write(cache, 1, k, v, slots)
@@ -157,9 +230,10 @@ def test_a_write_casts_to_the_caches_dtype(dtype, cache_dtype):
     assert_pools(after, *written(cache, 1, k, v, slots))
 
 
-def test_a_write_of_no_tokens_changes_nothing():
-    cache = filled()
-    assert_pools(write(cache, 0, *tokens(0), jnp.zeros(0, jnp.int32)), cache.k, cache.v)
+@every_layout
+def test_a_write_of_no_tokens_changes_nothing(layout):
+    cache = filled(layout=layout)
+    assert_pools(write(cache, 0, *tokens(0), jnp.zeros(0, jnp.int32)), *pools.contents(cache))
 
 
 def test_a_layer_may_be_traced_or_not():
@@ -177,17 +251,17 @@ def write_every_layer(cache, k, v, slots):
         layer, k, v = inputs
         return cache.write(layer, k, v, slots), None
 
-    return jax.lax.scan(body, cache, (jnp.arange(cache.k.shape[0]), k, v))[0]
+    return jax.lax.scan(body, cache, (jnp.arange(cache.num_layers), k, v))[0]
 
 
-def test_a_scan_over_layers_writes_each_layer():
-    cache = filled()
+@every_layout
+def test_a_scan_over_layers_writes_each_layer(layout):
+    cache = filled(layout=layout)
     k, v = noise((LAYERS, 4, HEADS, DIM), seed=3), noise((LAYERS, 4, HEADS, V_DIM), seed=4)
     slots = jnp.asarray([7, 0, -1, 29], jnp.int32)
     expected = cache
     for layer in range(LAYERS):
-        new_k, new_v = written(expected, layer, k[layer], v[layer], slots)
-        expected = dataclasses.replace(expected, k=jnp.asarray(new_k), v=jnp.asarray(new_v))
+        expected = pools.cache_of(*written(expected, layer, k[layer], v[layer], slots))
     assert_pools(jax.jit(write_every_layer)(cache, k, v, slots), expected.k, expected.v)
 
 
@@ -204,17 +278,11 @@ WRITES = {"one layer": write_one_layer, "a scan over layers": write_every_layer}
 
 @pytest.mark.parametrize("dtype", pools.WRITTEN_IN_PLACE)
 @pytest.mark.parametrize("writes", WRITES.values(), ids=WRITES)
-def test_a_donated_write_keeps_the_buffers_and_copies_no_pool(writes, dtype):
-    cache = filled(dtype, pages=BIG_PAGES)
+@every_layout
+def test_a_donated_write_keeps_the_buffers_and_copies_no_pool(writes, dtype, layout):
     k, v = noise((LAYERS, 4, HEADS, DIM), dtype), noise((LAYERS, 4, HEADS, V_DIM), dtype)
     slots = jnp.asarray([7, 0, 11, 29], jnp.int32)
-    compiled = jax.jit(writes, donate_argnums=0).lower(cache, k, v, slots).compile()
-    assert pools.pool_copies(compiled.as_text(), cache) == []
-
-    before = [pool.unsafe_buffer_pointer() for pool in (cache.k, cache.v)]
-    after = compiled(cache, k, v, slots)
-    assert [pool.unsafe_buffer_pointer() for pool in (after.k, after.v)] == before
-    assert cache.k.is_deleted()
+    assert_in_place(writes, filled(dtype, pages=BIG_PAGES, layout=layout), k, v, slots)
 
 
 def test_the_search_for_copies_finds_one():
@@ -263,10 +331,10 @@ def test_a_layer_that_is_no_index_is_refused(layer):
 
 @pytest.mark.parametrize("poison", pools.POISONS, ids=str)
 @pytest.mark.parametrize("garbage", pools.GARBAGE)
-def test_a_read_gives_the_rows_and_zero_past_their_ends(poison, garbage):
-    pool = pools.build(
-        [0, 1, 9, 10, 11], page_size=5, v_head_dim=V_DIM, layers=2, layer=1, width=4, poison=poison, garbage=garbage
-    )
+@every_layout
+def test_a_read_gives_the_rows_and_zero_past_their_ends(poison, garbage, layout):
+    where = {"layout": layout, "layers": 2, "layer": 1, "width": 4}
+    pool = pools.build([0, 1, 9, 10, 11], page_size=5, v_head_dim=V_DIM, poison=poison, garbage=garbage, **where)
     k, v = jax.jit(PagedCache.read)(pool.cache, 1, pool.table)
     for dense, rows in ((k, pool.k_rows), (v, pool.v_rows)):
         assert dense.shape == (5, 4 * 5, *rows[0].shape[1:])
@@ -277,11 +345,12 @@ def test_a_read_gives_the_rows_and_zero_past_their_ends(poison, garbage):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 4, 5, 7])
-def test_what_is_written_through_slots_is_read_back(dtype, page_size):
+@every_layout
+def test_what_is_written_through_slots_is_read_back(dtype, page_size, layout):
     lengths = np.asarray([11, 0, 4])
     table, ok = BlockTable.create(16, page_size, 3, 11).extend(jnp.asarray(lengths, jnp.int32))
     assert ok
-    cache = PagedCache.create(2, 16, page_size, HEADS, DIM, dtype, v_head_dim=V_DIM)
+    cache = PagedCache.create(2, 16, page_size, HEADS, DIM, dtype, v_head_dim=V_DIM, layout=layout)
     rows = np.repeat(np.arange(3), lengths)
     positions = np.concatenate([np.arange(n) for n in lengths])
     order = np.random.default_rng(0).permutation(len(rows))
@@ -291,7 +360,7 @@ def test_what_is_written_through_slots_is_read_back(dtype, page_size):
         assert dense.dtype == dtype
         np.testing.assert_array_equal(dense[rows, positions], expected)
         assert np.count_nonzero(dense) == np.count_nonzero(expected)
-    assert np.count_nonzero(cache.k[0]) == np.count_nonzero(cache.v[0]) == 0
+    assert all(np.count_nonzero(pool[0]) == 0 for pool in pools.contents(cache))
 
 
 # --- copy_pages
@@ -316,21 +385,20 @@ def page_copies(*pairs):
     ],
     ids=["one", "one amid padding", "first and last", "one page to three", "none"],
 )
-def test_page_copies_copy_whole_pages_of_every_layer(pairs):
-    cache = filled()
-    k, v = np.array(cache.k), np.array(cache.v)
+@every_layout
+def test_page_copies_copy_whole_pages_of_every_layer(pairs, layout):
+    cache = filled(layout=layout)
+    k, v = (np.array(pool) for pool in pools.contents(cache))
     for src, dst in pairs:
         if src < PAGES:
             k[:, dst], v[:, dst] = k[:, src], v[:, src]
     assert_pools(copy_pages(cache, page_copies(*pairs)), k, v)
 
 
-@pytest.mark.parametrize("pairs", [[(PAGES, PAGES)] * 3, [(2, 4), (PAGES, PAGES), (1, 3)]], ids=["none", "two"])
-def test_donated_page_copies_keep_the_buffers(pairs):
-    cache = filled(pages=PAGES)
-    before = [pool.unsafe_buffer_pointer() for pool in (cache.k, cache.v)]
-    after = jax.jit(PagedCache.copy_pages, donate_argnums=0)(cache, page_copies(*pairs))
-    assert [pool.unsafe_buffer_pointer() for pool in (after.k, after.v)] == before
+@every_layout
+def test_donated_page_copies_keep_the_buffers_and_copy_no_pool(layout):
+    copies = page_copies((2, 4), (BIG_PAGES, BIG_PAGES), (1, 3))
+    assert_in_place(PagedCache.copy_pages, filled(pages=BIG_PAGES, layout=layout), copies)
 
 
 def test_page_copies_trace_in_scan():
@@ -362,3 +430,56 @@ def test_the_copies_of_a_truncation_give_the_row_its_tokens():
     np.testing.assert_array_equal(k[1, :6], pool.k_rows[1][:6])
     np.testing.assert_array_equal(k[1, 6], tokens(2)[0][1])
     np.testing.assert_array_equal(v[1, 6], tokens(2)[1][1])
+
+
+# --- zero_pages
+
+
+@pytest.mark.parametrize("marked", [[], [0], [PAGES - 1, 2], range(PAGES)], ids=["none", "first", "two", "all"])
+@every_layout
+def test_the_marked_pages_become_zero_in_every_layer(marked, layout):
+    cache = filled(layout=layout)
+    k, v = (np.array(pool) for pool in pools.contents(cache))
+    marks = np.zeros(PAGES, bool)
+    marks[list(marked)] = True
+    k[:, marks], v[:, marks] = 0, 0
+    assert_pools(jax.jit(PagedCache.zero_pages)(cache, marks), k, v)
+
+
+@every_layout
+def test_zeroing_donated_pages_keeps_the_buffers_and_copies_no_pool(layout):
+    assert_in_place(PagedCache.zero_pages, filled(pages=BIG_PAGES, layout=layout), jnp.arange(BIG_PAGES) % 3 == 1)
+
+
+@pytest.mark.parametrize(
+    "marks", [jnp.zeros(PAGES + 1, bool), jnp.zeros((1, PAGES), bool), jnp.zeros(PAGES, int)], ids=str
+)
+def test_marks_that_do_not_fit_the_pages_are_refused(marks):
+    with pytest.raises(ValueError, match=rf"pages: expected bool\[{PAGES}\], got"):
+        filled().zero_pages(marks)
+
+
+# --- check_slots
+
+
+@pytest.mark.parametrize("slots", [[], [7, 0, PADDING, 29, PADDING], [PADDING], np.arange(PADDING + 1)], ids=len)
+def test_slots_that_write_every_token_once_pass(slots):
+    filled().check_slots(np.asarray(slots, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([3, 7, PADDING, 3], r"token 3: .*slot 3 \(page 0\).*token 0's"),
+        ([29, 12, 12, 29], r"token 2: .*slot 12 \(page 2\).*token 1's"),
+        ([0, -1, 0], r"token 1: expected .* got slot -1"),
+        ([0, PADDING + 1], rf"token 1: expected .* got slot {PADDING + 1} \(page {PAGES}\)"),
+        ([0, 2**40], rf"token 1: expected .* got slot {2**40}"),
+        ([[0, 1]], "1-D integer"),
+        ([0.0, 1.0], "1-D integer"),
+    ],
+    ids=str,
+)
+def test_slots_that_would_lose_a_token_are_named(slots, message):
+    with pytest.raises(ValueError, match=message):
+        filled().check_slots(np.asarray(slots))

@@ -14,13 +14,24 @@ PAGES, PAGE_SIZE, ROWS, KV_HEADS, HEAD_DIM, LAYERS = 1024, 16, 4, 2, 64, 4
 
 @pytest.mark.parametrize("dtype", pools.WRITTEN_IN_PLACE)
 def test_a_step_takes_the_same_time_in_a_pool_four_times_as_large(dtype):
-    small, large = seconds_per_step(PAGES, dtype), seconds_per_step(4 * PAGES, dtype)
+    assert_time_is_independent_of_the_pool(dtype, "NHD")
+
+
+@pytest.mark.parametrize(
+    "layout", ["head_major", "vllm"]
+)  # pages are not outermost; nor are a token's cells in one piece
+def test_so_it_does_in_other_layouts(layout):
+    assert_time_is_independent_of_the_pool(jnp.float32, layout)
+
+
+def assert_time_is_independent_of_the_pool(dtype, layout: str):
+    small, large = (seconds_per_step(pages, dtype, layout) for pages in (PAGES, 4 * PAGES))
     assert large - small < small / 2 + seconds_per_copy(4 * PAGES, dtype) / 2
 
 
-def seconds_per_step(num_pages: int, dtype) -> float:
+def seconds_per_step(num_pages: int, dtype, layout: str) -> float:
     """Of a donated step that writes and attends in every layer."""
-    cache = PagedCache.create(LAYERS, num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype)
+    cache = PagedCache.create(LAYERS, num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype, layout=layout)
     table, _ = BlockTable.create(num_pages, PAGE_SIZE, ROWS, 8).extend(jnp.asarray([1, 50, 17, 90]))
     q, k = jnp.ones((ROWS, 4, HEAD_DIM), dtype), jnp.ones((ROWS, KV_HEADS, HEAD_DIM), dtype)
     _, step, _ = table.step(jnp.ones(ROWS, jnp.int32))

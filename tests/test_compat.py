@@ -1,0 +1,142 @@
+"""JAX's deprecated op: the same call gives the same attention."""
+
+import importlib
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from paged_jax import compat
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+ROWS, HEADS, KV_HEADS, HEAD_DIM, PAGES, PAGE_SIZE, WIDTH = 4, 8, 2, 16, 19, 4, 4
+LENGTHS = (16, 1, 9, 4)
+
+
+@pytest.fixture(scope="module")
+def jax_op():
+    """The deprecated module, which warns when it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention")
+
+
+def inputs(dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.standard_normal((ROWS, HEADS, HEAD_DIM)) / 4, dtype)
+    k, v = (jnp.asarray(rng.standard_normal((KV_HEADS, PAGES, PAGE_SIZE, HEAD_DIM)), dtype) for _ in "kv")
+    tables = jnp.asarray(rng.permutation(PAGES)[: ROWS * WIDTH].reshape(ROWS, WIDTH), jnp.int32)
+    return q, k, v, tables
+
+
+def dense_rows(pages, tables):
+    """The rows' cells [B, M·C, K, H] of pages [K, P, C, H]."""
+    return jnp.moveaxis(pages[:, tables], 0, 3).reshape(ROWS, WIDTH * PAGE_SIZE, KV_HEADS, HEAD_DIM)
+
+
+def test_the_signature_is_that_of_jax(jax_op):
+    ours, theirs = (inspect.signature(op.paged_attention).parameters for op in (compat, jax_op))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("lengths", [LENGTHS, None], ids=["lengths", "every block full"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["f32", "bf16"])
+def test_it_is_the_reference_of_jax(jax_op, dtype, tolerance, lengths, soft_cap, interpret):
+    q, k, v, tables = inputs(dtype)
+    lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    out = compat.paged_attention(q, k, v, tables, lengths, attn_logits_soft_cap=soft_cap, interpret=interpret)
+    expected = jax_op.paged_attention_reference(
+        q, dense_rows(k, tables), dense_rows(v, tables), lengths, attn_logits_soft_cap=soft_cap
+    )
+    assert out.dtype == dtype
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=tolerance)
+
+
+def test_a_row_of_no_keys_gives_zeros_and_dead_pages_are_never_read():
+    q, k, v, tables = inputs()
+    lengths = jnp.asarray([0, 5, 0, 4], jnp.int32)
+    expected = compat.paged_attention(q, k, v, tables, lengths)
+    np.testing.assert_array_equal(expected[::2], 0)
+    is_read = np.arange(WIDTH) * PAGE_SIZE < np.asarray(lengths)[:, None]
+    out = compat.paged_attention(q, k, v, jnp.where(is_read, tables, -(10**6)), lengths)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("pool_dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("scaled", ["kv", "k", "v"])
+def test_scales_stand_for_a_factor_per_token_and_head(pool_dtype, scaled):
+    q, k, v, tables = inputs()
+    pools, exact, scales = {"k": k, "v": v}, {"k": k, "v": v}, {"k": None, "v": None}
+    for seed, name in enumerate(scaled):
+        pools[name] = (30 * pools[name]).astype(pool_dtype)
+        scales[name] = jax.random.uniform(jax.random.key(seed), (KV_HEADS, PAGES, PAGE_SIZE), minval=0.01, maxval=0.1)
+        exact[name] = pools[name].astype(jnp.float32) * scales[name][..., None]
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    out = compat.paged_attention(q, pools["k"], pools["v"], tables, lengths, scales["k"], scales["v"])
+    rows = (dense_rows(exact[name], tables) for name in "kv")
+    truth, _ = oracle.attention(q, *rows, LENGTHS, scale=1.0)
+    np.testing.assert_allclose(out, truth, atol=1e-4)
+
+
+HINTS = {
+    "block_h": 32,
+    "pages_per_compute_block": 3,
+    "k_splits": 5,
+    "num_warps": 4,
+    "num_stages": 1,
+    "debug": True,
+    "mask_value": -1e9,
+}
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_hints_change_nothing(hint):
+    arguments = *inputs(), jnp.asarray(LENGTHS, jnp.int32)
+    np.testing.assert_array_equal(
+        compat.paged_attention(*arguments, **{hint: HINTS[hint]}), compat.paged_attention(*arguments)
+    )
+
+
+def test_a_mask_value_with_weight_is_refused():
+    with pytest.raises(NotImplementedError, match=r"mask_value: .*expected at most -10000.0, got -1.0"):
+        compat.paged_attention(*inputs(), jnp.asarray(LENGTHS), mask_value=-1.0)
+
+
+MISTAKES = {
+    "q of rank 2": {"q": (ROWS, HEAD_DIM)},
+    "q of another head_dim": {"q": (ROWS, HEADS, 24)},
+    "heads not divisible": {"q": (ROWS, 5, HEAD_DIM)},
+    "pools with layers": {"k_pages": (1, KV_HEADS, PAGES, PAGE_SIZE, HEAD_DIM)},
+    "pools of other pages": {"v_pages": (KV_HEADS, PAGES + 1, PAGE_SIZE, HEAD_DIM)},
+    "tables of another batch": {"block_tables": (ROWS + 1, WIDTH)},
+    "tables of rank 1": {"block_tables": (ROWS,)},
+    "lengths of another batch": {"lengths": (ROWS - 1,)},
+    "scales of another shape": {"k_scales_pages": (KV_HEADS, PAGES)},
+}
+SHAPES = {
+    "q": (ROWS, HEADS, HEAD_DIM),
+    "k_pages": (KV_HEADS, PAGES, PAGE_SIZE, HEAD_DIM),
+    "v_pages": (KV_HEADS, PAGES, PAGE_SIZE, HEAD_DIM),
+    "block_tables": (ROWS, WIDTH),
+    "lengths": (ROWS,),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_what_does_not_fit_says_what_was_expected(mistake):
+    integers = ("block_tables", "lengths")
+    shapes = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32 if name in integers else jnp.float32)
+        for name, shape in (SHAPES | mistake).items()
+    }
+    with pytest.raises(ValueError, match=r"(?is)expected.*got"):
+        jax.eval_shape(compat.paged_attention, **shapes)
