@@ -18,6 +18,9 @@ class DecodeCase:
     num_kv_heads: int
     head_dim: int
     page_size: int = 16
+    layout: str = "NHD"
+    spare_blocks: int = 0  # columns of the block table past the longest row's last block
+    spare_pages: int = 0  # pages of the pool that no row holds
     dtype: str = "bfloat16"
     window: int | None = None
     soft_cap: float | None = None
@@ -28,6 +31,16 @@ class DecodeCase:
     def is_plain(self) -> bool:
         """Whether it is attention without options."""
         return self.window is None and self.soft_cap is None and not self.sinks
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each row."""
+        return tuple(-(-length // self.page_size) for length in self.lengths)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return sum(self.num_blocks) + self.spare_pages
 
     @property
     def kv_bytes(self) -> int:
@@ -43,8 +56,20 @@ def log_uniform(rows: int, shortest: int, longest: int) -> tuple[int, ...]:
     return tuple(int(length) for length in np.exp(spread))
 
 
+def _equal(name: str, rows: int, length: int, heads: tuple[int, int], head_dim: int, tag: str, **options) -> DecodeCase:
+    return DecodeCase(name, (length,) * rows, *heads, head_dim, tags=frozenset({tag}), **options)
+
+
 def _model(name: str, heads: tuple[int, int], head_dim: int, **options) -> DecodeCase:
-    return DecodeCase(name, (4096,) * 32, *heads, head_dim, tags=frozenset({"model"}), **options)
+    return _equal(name, 32, 4096, heads, head_dim, "model", **options)
+
+
+def _shape(name: str, rows: int, heads: tuple[int, int], head_dim: int, **options) -> DecodeCase:
+    return _equal(f"{rows} x 4096, {name}", rows, 4096, heads, head_dim, "shape", **options)
+
+
+def _scaling(rows: int, length: int, name: str = "", **options) -> DecodeCase:
+    return _equal(f"{rows} x {length}{name}", rows, length, (32, 8), 128, "scaling", **options)
 
 
 _HEADLINE = frozenset({"headline"})
@@ -70,4 +95,24 @@ DECODE_CASES = (
     _model("gpt-oss 20B, sinks", (64, 8), 64, sinks=True),
     _model("Falcon 7B, one kv head", (71, 1), 64),
     _model("SmolLM2 135M", (9, 3), 64),
+    # About 1 GB of K and V each, as "64 x 4096", and in one way unlike it.
+    _shape("head_dim 64", 128, (32, 8), 64),
+    _shape("head_dim 256", 32, (32, 8), 256),
+    _shape("32/32 heads", 16, (32, 32), 128),
+    _shape("32/16 heads", 32, (32, 16), 128),
+    _shape("32/4 heads", 128, (32, 4), 128),
+    _shape("32/2 heads", 256, (32, 2), 128),
+    _shape("16/1 heads", 512, (16, 1), 128),
+    *(_shape(f"page {size}", 64, (32, 8), 128, page_size=size) for size in (1, 4, 8, 32, 64, 128, 256)),
+    *(_shape(layout, 64, (32, 8), 128, layout=layout) for layout in ("HND", "head_major", "vllm")),
+    # Time should follow the tokens seen, and neither the table's width nor the pool's size.
+    _scaling(64, 1024),
+    _scaling(64, 2048),
+    _scaling(64, 8192),
+    _scaling(16, 32768),
+    _scaling(16, 32768, ", window 1024", window=1024),
+    _scaling(16, 1024, ", table 32 times as wide", spare_blocks=31 * 64),
+    _scaling(16, 1024, ", pool 16 times as large", spare_pages=15 * 1024),
+    _scaling(64, 4096, ", table 8 times as wide", spare_blocks=7 * 256),
+    _scaling(64, 4096, ", pool 4 times as large", spare_pages=3 * 16384),
 )

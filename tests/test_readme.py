@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_loop_runs_as_printed(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=["loop", "sharing"])
+def test_code_runs_as_printed(code, capsys):
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out.strip()
     assert f"# {printed}" in code

@@ -1,15 +1,18 @@
 """Decode attention on a GPU: ours beside its peers and the memory ceiling, errors checked in the same run.
 
-    python examples/benchmarks/decode.py --out examples/benchmarks/results/decode-h200.json
+    python examples/benchmarks/decode.py --peers --out examples/benchmarks/results/decode-h200.json
 
-Each time is that of one layer in a chain of dependent layers inside one `jax.jit`. Every layer has K and V of its own,
-so that together they exceed the L2 cache, and the pages of each row are randomly permuted. Contestants take turns, and
-the median over the turns is what counts.
+Each time is that of one layer in a chain of dependent layers inside one `jax.jit`, as deep as a model. The layers take
+turns with K and V that exceed the L2 cache together, and the pages of each row are randomly permuted. Contestants take
+turns as well, and the median over the turns is what counts. A contestant with settings to try first shows which of them
+is its fastest.
 """
 
 import argparse
+import csv
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import statistics
@@ -17,21 +20,25 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from benchmarks.environment import describe
+from benchmarks.peers import PEERS, Contestant
 from paged_jax import BlockTable, PagedCache, paged_attention
 from pallas_kernels import paged_decode
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
+from pallas_kernels.layouts import LAYOUTS, pool_shape
 from pallas_kernels.paged_decode.config import Config
 
 _BYTES_IN_ROTATION = 400 << 20  # several times the L2 of any GPU
+_DEPTH = 32  # layers of the chain, at least: what a step does once is shared by so many
 _SECONDS_PER_RUN = 0.02  # long beside the time that starting and waiting take
 
 
@@ -46,136 +53,178 @@ class Problem:
     options: dict[str, Any]
 
 
-def main() -> None:
+class Run(NamedTuple):
+    """A contestant ready to be timed."""
+
+    chain: Callable  # compiled
+    depth: int  # layers
+    operands: tuple
+    calls: int  # that take long enough to be timed
+    setting: dict[str, Any]
+    max_error: float
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--tag", help="only cases with this tag (headline, model)")
+    parser.add_argument("--tag", nargs="+", help="only cases with one of these tags (headline, model, shape, scaling)")
     parser.add_argument("--only", help="only cases whose name contains this")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--peers", action="store_true", help="measure the peers as well")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--sweep", metavar="TILES:WARPS:STAGES:PARTITIONS", help='kernel settings to try, as in "32,64:1,2:3,5:1,2,4"'
+        "--peers", nargs="*", metavar="PEER", help="measure the peers as well, or those whose name contains a PEER"
     )
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    parser.add_argument(
+        "--sweep",
+        metavar="TILES:WARPS:STAGES:PARTITIONS",
+        help='kernel settings to try, as in "32,64:1,2:3,5:0,1,2"; 0 partitions: as many as the kernel chooses',
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the results, rewritten after every case")
+    parser.add_argument("--csv", type=Path, help="the same as a table, a line for each contestant in each case")
+    args = parser.parse_args(arguments)
 
     results = {
         "benchmark": "decode",
-        "environment": describe(),
+        "environment": describe("flash-attn3-jax", "nvidia-cudnn-cu13"),
         "ceiling_gb_per_s": measure_ceiling(args.rounds),
         "cases": {},
     }
     print(f"reading memory: {results['ceiling_gb_per_s']:.0f} GB/s", flush=True)
     for case in DECODE_CASES:
-        if (args.tag and args.tag not in case.tags) or (args.only and args.only not in case.name):
+        if (args.tag and case.tags.isdisjoint(args.tag)) or (args.only and args.only not in case.name):
             continue
-        problem = make_problem(case)
-        contestants: dict[str, Callable] = {"paged_jax": attend_paged}
-        if args.peers and case.is_plain:  # the peer knows no options
-            contestants |= {"xla gather + dense": attend_gathered}
+        contestants = {"paged_jax": Contestant(attend_paged)} | choose_peers(case, args.peers)
         if args.sweep:
             contestants |= sweep(args.sweep)
-        results["cases"][case.name] = measured = measure(problem, contestants, args.rounds)
-        measured |= {"kv_bytes": case.kv_bytes}
-        show(case, measured)
+        start = time.perf_counter()
+        results["cases"][case.name] = measured = measure(make_problem(case), contestants, args.rounds)
+        gc.collect()  # the data of a case goes before that of the next comes
+        show(case, measured, time.perf_counter() - start)
         if args.out:
             args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        if args.csv:
+            write_csv(args.csv, results)
 
 
-def sweep(text: str) -> dict[str, Callable]:
-    settings = itertools.product(*([int(value) for value in part.split(",")] for part in text.split(":")))
+def choose_peers(case: DecodeCase, wanted: list[str] | None) -> dict[str, Contestant]:
+    """Those that can do the case and contain one of the words wanted, if there are any; None wants no peer."""
     return {
-        f"{tile}x{warps}x{stages} in {partitions}": functools.partial(
-            attend_configured, config=Config(tile, warps, stages), num_partitions=partitions
+        name: peer
+        for name, peer in PEERS.items()
+        if wanted is not None and (not wanted or any(word in name for word in wanted)) and peer.fits(case)
+    }
+
+
+def sweep(text: str) -> dict[str, Contestant]:
+    """A contestant for each combination of kernel settings."""
+    axes = ([int(value) for value in part.split(",")] for part in text.split(":"))
+    return {
+        f"{tile}x{warps}x{stages} in {partitions or 'automatic'}": Contestant(
+            functools.partial(attend_configured, config=Config(tile, warps, stages), num_partitions=partitions or None)
         )
-        for tile, warps, stages, partitions in settings
+        for tile, warps, stages, partitions in itertools.product(*axes)
     }
 
 
 def make_problem(case: DecodeCase) -> Problem:
-    """Fresh random data; pages permuted."""
-    page, dtype = case.page_size, jnp.dtype(case.dtype)
-    rows, longest = len(case.lengths), max(case.lengths)
-    blocks = np.array([-(-length // page) for length in case.lengths])
-    num_pages, width = int(blocks.sum()), -(-longest // page)
-    layer_bytes = num_pages * page * case.num_kv_heads * case.head_dim * 2 * dtype.itemsize
-    layers = max(4, -(-_BYTES_IN_ROTATION // layer_bytes))
-    rng = np.random.default_rng(0)
-    pages = np.full((rows, width), num_pages, np.int32)
-    pages[np.arange(width) < blocks[:, None]] = rng.permutation(num_pages)
+    """Fresh random data; pages permuted over the whole pool."""
+    blocks, dtype = np.array(case.num_blocks), jnp.dtype(case.dtype)
+    rows, width, held = len(blocks), int(blocks.max()) + case.spare_blocks, int(blocks.sum())
+    order = np.random.default_rng(0).permutation(case.num_pages)
+    pages = np.full((rows, width), case.num_pages, np.int32)
+    pages[np.arange(width) < blocks[:, None]] = order[:held]
     table = BlockTable(
         pages=jnp.asarray(pages),
         lengths=jnp.asarray(case.lengths, jnp.int32),
-        ref_counts=jnp.ones(num_pages, jnp.int32),
-        retained=jnp.zeros(num_pages, jnp.int32),
-        free_pages=jnp.zeros(num_pages, jnp.int32),
-        num_free=jnp.int32(0),
-        page_size=page,
+        ref_counts=jnp.zeros(case.num_pages, jnp.int32).at[order[:held]].set(1),
+        retained=jnp.zeros(case.num_pages, jnp.int32),
+        free_pages=jnp.asarray(np.roll(order, -held), jnp.int32),
+        num_free=jnp.int32(case.spare_pages),
+        page_size=case.page_size,
     )
+    layers = max(4, -(-_BYTES_IN_ROTATION // case.kv_bytes))
+    sizes = {"L": layers, "P": case.num_pages, "C": case.page_size, "K": case.num_kv_heads, "H": case.head_dim}
     keys = jax.random.split(jax.random.key(0), 4)
-    shape = (layers, num_pages, page, case.num_kv_heads, case.head_dim)
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    cache = PagedCache(draw(keys[0], shape, dtype), draw(keys[1], shape, dtype), None, None, "NHD", page)
+    k_shape, v_shape = (pool_shape(axes, sizes, dtype.itemsize) for axes in LAYOUTS[case.layout])
+    k, v = draw(keys[0], k_shape, dtype), draw(keys[1], v_shape, dtype)
     options: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap}
     if case.sinks:
-        options["sinks"] = jax.random.normal(keys[3], (case.num_heads,), jnp.float32)
-    return Problem(case, draw(keys[2], (rows, case.num_heads, case.head_dim), dtype), cache, table, options)
+        options["sinks"] = draw(keys[3], (case.num_heads,), jnp.float32)
+    q = draw(keys[2], (rows, case.num_heads, case.head_dim), dtype)
+    return Problem(case, q, PagedCache(k, v, None, None, case.layout, case.page_size), table, options)
 
 
 def attend_paged(problem: Problem, q, cache, table, layer: int):
     return paged_attention(q, cache, table, layer=layer, **problem.options)
 
 
-def attend_configured(problem: Problem, q, cache, table, layer: int, *, config: Config, num_partitions: int):
+def attend_configured(problem: Problem, q, cache, table, layer: int, *, config: Config, num_partitions: int | None):
     options: dict[str, Any] = problem.options
     return paged_decode(
-        q, cache.k, cache.v, table.pages, table.lengths, layer=layer,
+        q, cache.k, cache.v, table.pages, table.lengths, layer=layer, layout=cache.layout,
         num_partitions=num_partitions, config=config, **options,
     )  # fmt: skip
 
 
-def attend_gathered(problem: Problem, q, cache, table, layer: int):  # noqa: ARG001
-    """XLA gathers the rows' pages into dense arrays, then attends."""
-    k, v = (pool[layer, table.pages].reshape(q.shape[0], -1, *pool.shape[3:]) for pool in (cache.k, cache.v))
-    return jax.nn.dot_product_attention(
-        q[:, None], k, v, key_value_seq_lengths=table.lengths, query_seq_lengths=jnp.ones_like(table.lengths),
-    )[:, 0]  # fmt: skip
-
-
-def measure(problem: Problem, contestants: dict[str, Callable], rounds: int) -> dict[str, Any]:
-    """Median microseconds per layer and error of each contestant; those that fail are named with the reason."""
-    layers = problem.cache.num_layers
+def measure(problem: Problem, contestants: dict[str, Contestant], rounds: int) -> dict[str, Any]:
+    """Median microseconds per layer, error and setting of each contestant; the reason for each that fails."""
+    case = problem.case
     expected = reference(problem)
-    runs, times, errors, failures = {}, {}, {}, {}
-    for name, attend in contestants.items():
-
-        @jax.jit
-        def chain(q, cache, table, attend=attend):
-            for layer in range(layers):
-                q = attend(problem, q, cache, table, layer).astype(q.dtype)
-            return q
-
-        one = jax.jit(functools.partial(attend, problem, layer=0))
+    runs: dict[str, Run] = {}
+    failures = {}
+    for name, contestant in contestants.items():
         try:
-            got = one(problem.q, problem.cache, problem.table)
-            jax.block_until_ready(chain(problem.q, problem.cache, problem.table))
+            runs[name] = fastest_setting(problem, contestant, expected)
         except Exception as problem_met:  # a setting that does not fit the device is a result, too
-            failures[name] = f"{type(problem_met).__name__}: {str(problem_met).splitlines()[0][:200]}"
-            continue
-        errors[name] = float(jnp.abs(got.astype(jnp.float32) - expected).max())
-        runs[name], times[name] = chain, []
-    operands = (problem.q, problem.cache, problem.table)
-    calls = {
-        name: max(1, round(_SECONDS_PER_RUN / seconds_per_call(chain, operands, 2))) for name, chain in runs.items()
-    }
+            reason = (str(problem_met).splitlines() or [""])[0][:200]
+            failures[name] = f"{type(problem_met).__name__}: {reason}"
+    times = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, chain in runs.items():
-            times[name].append(seconds_per_call(chain, operands, calls[name]) / layers * 1e6)
+        for name, run in runs.items():
+            times[name].append(seconds_per_call(run.chain, run.operands, run.calls) / run.depth * 1e6)
     return {
-        "layers": layers,
+        "kv_bytes": case.kv_bytes,
+        "layers": problem.cache.num_layers,
         "microseconds": {name: statistics.median(samples) for name, samples in times.items()},
-        "max_error": errors,
+        "max_error": {name: run.max_error for name, run in runs.items()},
+        "settings": {name: run.setting for name, run in runs.items() if run.setting},
         "failures": failures,
     }
+
+
+def fastest_setting(problem: Problem, contestant: Contestant, expected: jax.Array) -> Run:
+    """The contestant with the fastest of its settings; settings that fail are passed over while one works."""
+    operands = (problem.q, *contestant.prepare(problem))
+    timed: list[tuple[float, Run]] = []
+    obstacles = []
+    for setting in contestant.settings:
+        attend = functools.partial(contestant.attend, problem, **setting)
+        try:
+            run = compile_chain(attend, operands, problem.cache.num_layers, setting, expected)
+        except Exception as obstacle:
+            obstacles.append(obstacle)
+        else:
+            timed.append((seconds_per_call(run.chain, operands, run.calls), run))
+    if not timed:
+        raise obstacles[0]
+    return min(timed, key=lambda pair: pair[0])[1]
+
+
+def compile_chain(attend: Callable, operands: tuple, layers: int, setting: dict[str, Any], expected: jax.Array) -> Run:
+    depth = max(_DEPTH, layers)
+
+    @jax.jit
+    def chain(q, cache, table):
+        outs = []
+        for layer in range(depth):
+            q, cache = lax.optimization_barrier((q, cache))  # no layer may use what another has gathered
+            q = attend(q, cache, table, layer % layers).astype(q.dtype)
+            outs.append(q)
+        return outs[0], outs[-1]
+
+    first, _ = chain(*operands)
+    max_error = float(jnp.abs(first.astype(jnp.float32) - expected).max())
+    calls = max(1, round(_SECONDS_PER_RUN / seconds_per_call(chain, operands, 2)))
+    return Run(chain, depth, operands, calls, setting, max_error)
 
 
 def seconds_per_call(function: Callable, operands: tuple, calls: int) -> float:
@@ -186,7 +235,7 @@ def seconds_per_call(function: Callable, operands: tuple, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def reference(problem: Problem):
+def reference(problem: Problem) -> jax.Array:
     """The plain-JAX implementation on the same values in float32."""
     q = problem.q.astype(jnp.float32)
     return paged_attention(q, problem.cache, problem.table, layer=0, implementation="xla", **problem.options)
@@ -201,17 +250,41 @@ def measure_ceiling(rounds: int) -> float:
     return sum(array.nbytes for array in arrays) / statistics.median(samples) / 1e9
 
 
-def show(case: DecodeCase, measured: dict[str, Any]) -> None:
+def show(case: DecodeCase, measured: dict[str, Any], seconds: float) -> None:
+    print(f"{case.name}: {case.kv_bytes / 1e6:.0f} MB a layer, {measured['layers']} layers, took {seconds:.0f} s")
     ranked = sorted(measured["microseconds"].items(), key=lambda item: item[1])
     ours = [item for item in ranked if item[0] == "paged_jax"]
     for name, microseconds in ours + [item for item in ranked if item[0] != "paged_jax"][:6]:
+        setting = ", ".join(f"{key} {value}" for key, value in measured["settings"].get(name, {}).items())
         print(
-            f"{case.name:24} {name:24} {microseconds:9.1f} us {case.kv_bytes / microseconds / 1e3:7.0f} GB/s  "
-            f"error {measured['max_error'][name]:.1e}",
-            flush=True,
+            f"  {name:20} {microseconds:9.1f} us {case.kv_bytes / microseconds / 1e3:6.0f} GB/s  "
+            f"error {measured['max_error'][name]:.1e}  {setting}"
         )
     for name, reason in measured["failures"].items():
-        print(f"{case.name:24} {name:24} failed: {reason}", flush=True)
+        print(f"  {name:20} failed: {reason}")
+    sys.stdout.flush()
+
+
+def write_csv(path: Path, results: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("case", "contestant", "setting", "kv_bytes", "us", "gb_per_s", "of_ceiling", "max_error"))
+        for case, measured in results["cases"].items():
+            for name, microseconds in measured["microseconds"].items():
+                rate = measured["kv_bytes"] / microseconds / 1e3
+                setting = measured["settings"].get(name, {})
+                table.writerow(
+                    (
+                        case,
+                        name,
+                        " ".join(f"{key}={value}" for key, value in setting.items()),
+                        measured["kv_bytes"],
+                        f"{microseconds:.2f}",
+                        f"{rate:.0f}",
+                        f"{rate / results['ceiling_gb_per_s']:.3f}",
+                        f"{measured['max_error'][name]:.2e}",
+                    )
+                )
 
 
 if __name__ == "__main__":

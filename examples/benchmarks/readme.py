@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pallas_kernels.cases import DECODE_CASES
-
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 
@@ -45,27 +43,55 @@ def generation_table() -> str:
 
 def decode_table() -> str:
     results = json.loads((RESULTS / "decode-h200.json").read_text(encoding="utf-8"))
-    plain = {case.name: case.is_plain for case in DECODE_CASES}
+    ceiling = results["ceiling_gb_per_s"]
+    measured = dict.fromkeys(name for case in results["cases"].values() for name in case["microseconds"])
+    peers = [name for name in measured if name != "paged_jax"]
     rows = []
     for name, case in results["cases"].items():
-        ours = case["microseconds"]["paged_jax"]
+        times, ours = case["microseconds"], case["microseconds"]["paged_jax"]
         rate = case["kv_bytes"] / ours / 1e3
-        peer = case["microseconds"].get("xla gather + dense") if plain[name] else None  # the peer knows no options
-        rows.append(
-            (
-                name,
-                f"{ours:.1f}",
-                f"{rate:.0f}",
-                f"{rate / results['ceiling_gb_per_s']:.0%}",
-                "" if peer is None else f"{peer:.1f}",
-            )
-        )
+        ratios = [f"{times[peer] / ours:.2f}" if peer in times else "" for peer in peers]
+        rows.append((name, f"{ours:.1f}", f"{rate:.0f}", f"{rate / ceiling:.0%}", *ratios))
+    how = "; the peers' columns tell how many times as long each takes, where it can do the case" if peers else ""
     return (
-        f"Decode attention with the GPU kernel, microseconds per layer; {_where(results)}. "
-        f"Reading memory reaches {results['ceiling_gb_per_s']:.0f} GB/s there:\n\n"
-        + _table(("rows x length", "paged_jax, us", "GB/s", "of the ceiling", "XLA gather + dense, us"), rows)
+        f"Decode attention with the GPU kernel, one layer; {_where(results)}. "
+        f"Reading memory reaches {ceiling:.0f} GB/s there{how}:\n\n"
+        + _table(("rows x length", "paged_jax, us", "GB/s", "of the ceiling", *peers), rows)
         + "\n"
     )
+
+
+def block_table_table() -> str:
+    results = json.loads((RESULTS / "block-table-h200.json").read_text(encoding="utf-8"))
+    sizes, states = results["table"], results["microseconds"]
+    rows = [(name, *(f"{states[state][name]:.1f}" for state in states)) for name in next(iter(states.values()))]
+    hosts = [(name, f"{milliseconds:.2f}") for name, milliseconds in results["host_milliseconds"].items()]
+    return (
+        f"Block table of {sizes['rows']} rows x {sizes['blocks_per_row']} blocks over {sizes['pages']} pages, inside "
+        f"jit, and the prefix cache on that machine's host; {_where(results)}:\n\n"
+        + _table(("operation, us", *(f"pool {state}" for state in states)), rows)
+        + "\n"
+        + _table(("prefix cache", "ms"), hosts)
+        + "\n"
+    )
+
+
+def memory_table() -> str:
+    results = json.loads((RESULTS / "memory.json").read_text(encoding="utf-8"))
+    rows = []
+    for mean, measured in results["mean_lengths"].items():
+        paged, reserved = (measured["page_sizes"][size] for size in ("16", "8192"))
+        rows.append(
+            (
+                mean,
+                f"{paged['waste']:.1%}",
+                f"{reserved['waste']:.1%}",
+                f"{paged['rows']:.1f}",
+                f"{reserved['rows']:.1f}",
+            )
+        )
+    head = ("mean length", "waste, page size 16", "waste, reserved", "rows at once, page size 16", "rows, reserved")
+    return _table(head, rows) + "\n"
 
 
 def _where(results: dict) -> str:
@@ -80,7 +106,12 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, alignment, *rows))
 
 
-TABLES: dict[str, Callable[[], str]] = {"generation": generation_table, "decode": decode_table}
+TABLES: dict[str, Callable[[], str]] = {
+    "generation": generation_table,
+    "decode": decode_table,
+    "block table": block_table_table,
+    "memory": memory_table,
+}
 
 
 if __name__ == "__main__":
