@@ -116,6 +116,8 @@ class PrefixCache:
         num_found = len(keys) * self.page_size
         self.tokens_asked += tokens.size
         self.tokens_found += num_found
+        if not keys:  # a miss moves no page and leaves the table's arrays where they are
+            return table, 0, _is_empty(table.lengths, row)
         self._use(reversed(keys))
         table, ok = _adopt(table, row, _padded([self._pages[key].page for key in keys], table), num_found)
         return table, num_found, ok
@@ -259,6 +261,11 @@ class PrefixCache:
 @jax.jit
 def _adopt(table: BlockTable, row, pages: Int32[Array, " m"], num_tokens) -> tuple[BlockTable, Bool[Array, ""]]:
     return table.adopt(jnp.int32(row)[None], pages[None], jnp.int32(num_tokens)[None])
+
+
+@jax.jit
+def _is_empty(lengths: Int32[Array, " B"], row) -> Bool[Array, ""]:
+    return lengths[row] == 0
 
 
 @jax.jit

@@ -151,6 +151,7 @@ def measure_prefix_cache(rounds: int) -> dict[str, float]:
             raise RuntimeError(f"match: expected {PROMPT // PAGE_SIZE - 1} pages, got {found.size}")
         timed(f"adopt {PROMPT} tokens, all cached", prefixes.adopt, now, rows + 1, prompt)
         timed(f"adopt {PROMPT} tokens, none cached", prefixes.adopt, now, rows + 1, unknown)
+        timed("adopt 1024 tokens, none cached", prefixes.adopt, now, rows + 1, unknown[:1024])
     del times["insert earlier ones"]
     return {name: statistics.median(seconds[1:]) * 1e3 for name, seconds in times.items()}  # the first ones compile
 
