@@ -54,6 +54,11 @@ class Linear(nnx.Module):
         return self.weight[...] @ x
 
 
+def tokens_first(product: Float[Array, "out T"]) -> Float[Array, "T out"]:
+    """Transposes a matrix product behind a barrier: folded into the product, it costs XLA its fast CPU matmul."""
+    return jax.lax.optimization_barrier(product).T
+
+
 def rms_norm(config: DecoderConfig, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(
         config.width,
@@ -78,7 +83,9 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "D T"], rotation: Rotation, layer: int, cache: PagedCache, step: PagedStep
     ) -> tuple[Float[Array, "D T"], PagedCache]:
-        q, k, v = (project(x).T.reshape(x.shape[1], -1, self.head_dim) for project in (self.q, self.k, self.v))
+        q, k, v = (
+            tokens_first(project(x)).reshape(x.shape[1], -1, self.head_dim) for project in (self.q, self.k, self.v)
+        )
         q, k = (rotate(heads, rotation) for heads in (q, k))
         cache = cache.write(layer, k, v, step.slots)
         y = paged_attention(q, cache, step.table, layer=layer, query_lengths=step.query_lengths)
@@ -131,7 +138,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "D T"]) -> Float[Array, "T V"]:
         matrix = self.embedding.embedding if self.config.tied_embeddings else self.head.weight
-        return (matrix[...] @ hidden).T
+        return tokens_first(matrix[...] @ hidden)
 
 
 def rotation_at(positions: Int32[Array, " T"], head_dim: int, base: float) -> Rotation:
