@@ -24,8 +24,8 @@ def attend(
     Args:
         arrays: the operands by name; `query_lengths` is None in decode.
         reference: the plain-JAX implementation, "xla".
-        implementation: None takes the Triton kernel on cuda and rocm if it can do what is asked, and the reference
-            everywhere else. The choice follows the platforms that the caller's function is lowered for, not the host.
+        implementation: None takes the Triton kernel for decode on cuda and rocm if it can do what is asked, and the
+            reference everywhere else. The choice follows the platforms that the caller's function is lowered for.
         static: options that are not arrays.
 
     Raises:
@@ -36,12 +36,18 @@ def attend(
     def xla(arrays):
         return reference(**arrays, **static)
 
-    def triton(arrays, interpret=False):
-        decode_arrays = {name: array for name, array in arrays.items() if name != "query_lengths"}
-        return pallas_kernels.paged_decode(**decode_arrays, **static, return_lse=True, interpret=interpret)
+    is_ragged = arrays["query_lengths"] is not None
 
-    obstacle = _obstacle(arrays, static["layout"])
-    if implementation == "xla" or (implementation is None and obstacle):
+    def triton(arrays, interpret=False):
+        kernel, unused = pallas_kernels.paged_decode, "query_lengths"
+        if is_ragged:
+            kernel, unused = pallas_kernels.paged_prefill, "num_partitions"
+        wanted = {name: argument for name, argument in (arrays | static).items() if name != unused}
+        return kernel(**wanted, return_lse=True, interpret=interpret)
+
+    obstacle = _obstacle(arrays, static["layout"], static["num_partitions"])
+    # The prefill kernel has not been measured on a GPU yet: it runs only where it is named.
+    if implementation == "xla" or (implementation is None and (obstacle or is_ragged)):
         return xla(arrays)
     if obstacle:
         raise NotImplementedError(f"implementation {implementation!r}: {obstacle}; use 'xla' or None")
@@ -57,10 +63,10 @@ def _refuse(arrays):
     )
 
 
-def _obstacle(arrays: dict[str, Any], layout: str) -> str | None:
-    """What keeps the Triton kernel from this call; None if nothing does."""
-    if arrays["query_lengths"] is not None:
-        return "takes one query token per row, not query_lengths"
+def _obstacle(arrays: dict[str, Any], layout: str, num_partitions: int | None) -> str | None:
+    """What keeps the Triton kernels from this call; None if nothing does."""
+    if arrays["query_lengths"] is not None and num_partitions not in (None, 1):
+        return f"takes no more than 1 partition with query_lengths, not {num_partitions}"
     v_sizes = pool_sizes(LAYOUTS[layout][1], arrays["v_pages"].shape)
     for name, dim in (("head_dim", arrays["q"].shape[-1]), ("v_head_dim", v_sizes["H"])):
         if not (16 <= dim <= 256 and dim % 8 == 0):

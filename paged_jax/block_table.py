@@ -125,7 +125,7 @@ class BlockTable:
         lengths = self.lengths + jnp.where(ok, growth, 0)
 
         first, end = self.num_blocks[:, None], self._blocks(lengths)[:, None]
-        block = _iota(self.max_blocks_per_row)
+        block = _iota(self.max_blocks_per_row)[None, :]
         is_new = (first <= block) & (block < end)
         page = self._from_top((rank - new_blocks)[:, None] + block - first)
         from_top = _iota(min(self.num_pages, self.pages.size))  # no extension takes more pages than these
@@ -157,7 +157,7 @@ class BlockTable:
         kept = jnp.clip(lengths, 0, self.lengths)
         table = self._drop_blocks(self._blocks(kept))
 
-        row, block = _iota(self.max_rows), _iota(self.max_blocks_per_row)
+        row, block = _iota(self.max_rows), _iota(self.max_blocks_per_row)[None, :]
         is_cut = (kept < self.lengths) & (kept % self.page_size != 0)
         cut_block = jnp.where(is_cut, kept // self.page_size, 0)
         page = jnp.where(is_cut, table.pages[row, cut_block], self.num_pages)
@@ -227,7 +227,7 @@ class BlockTable:
 
         is_copied &= ok
         own = jnp.where(is_copied, self._from_top(jnp.cumsum(is_copied, dtype=jnp.int32) - 1), self.num_pages)
-        num_full, block = (lengths // self.page_size)[:, None], _iota(self.max_blocks_per_row)
+        num_full, block = (lengths // self.page_size)[:, None], _iota(self.max_blocks_per_row)[None, :]
         pages = jnp.where((block < num_full) & (is_real & ok)[:, None], self.pages[parent], self.num_pages)
         pages = jnp.where(block == num_full, own[:, None], pages)
         last = self.pages[parent, jnp.where(is_copied, lengths // self.page_size, 0)]
@@ -263,7 +263,7 @@ class BlockTable:
         num_tokens = jnp.where(is_real, num_tokens, 0)
         most = min(pages.shape[1], self.max_blocks_per_row) * self.page_size
         is_whole = (num_tokens >= 0) & (num_tokens <= most) & (num_tokens % self.page_size == 0)
-        is_read = _iota(pages.shape[1]) < (num_tokens // self.page_size)[:, None]
+        is_read = _iota(pages.shape[1])[None, :] < (num_tokens // self.page_size)[:, None]
         held = self._held(pages)
         in_order = jnp.sort(jnp.where(is_read, held, self.num_pages), axis=1)
         is_repeated = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] < self.num_pages)
@@ -351,7 +351,7 @@ class BlockTable:
 
     def _blocks(self, lengths: Int32[Array, "..."]) -> Int32[Array, "..."]:
         """Blocks that so many tokens fill or begin; ceil without the overflow of `lengths + page_size - 1`."""
-        return lengths // self.page_size + (lengths % self.page_size != 0)
+        return lengths // self.page_size + (lengths % self.page_size != 0).astype(jnp.int32)
 
     def _from_top(self, rank: Int32[Array, "..."]) -> Int32[Array, "..."]:
         """The rank-th page from the top of the free stack; anything where the stack is not that deep."""
@@ -359,7 +359,7 @@ class BlockTable:
 
     def _drop_blocks(self, kept: Int32[Array, " B"]) -> BlockTable:
         """Keeps only the first `kept` blocks of each row and frees what nobody holds; lengths are the caller's."""
-        block = _iota(self.max_blocks_per_row)
+        block = _iota(self.max_blocks_per_row)[None, :]
         is_dropped = (kept[:, None] <= block) & (block < self.num_blocks[:, None])
         ref_counts = self.ref_counts.at[jnp.where(is_dropped, self.pages, self.num_pages)].add(-1, mode="drop")
         return dataclasses.replace(self._count(ref_counts), pages=jnp.where(is_dropped, self.num_pages, self.pages))

@@ -1,5 +1,6 @@
 """Pallas kernels: arrays in, arrays out. A leaf package: it knows nothing of paged_jax."""
 
 from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.paged_prefill import paged_prefill
 
-__all__ = ["paged_decode"]
+__all__ = ["paged_decode", "paged_prefill"]

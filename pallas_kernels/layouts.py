@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
 LAYOUTS = {
     "NHD": ("LPCKH", "LPCKH"),
     "HND": ("LPKCH", "LPKCH"),
@@ -42,3 +45,25 @@ def pool_index(axes: str, shape: tuple[int, ...], *, L: Any, P: Any, C: Any, K: 
         x = shape[-1]
         index |= {"H": H, "x": H} if isinstance(H, slice) else {"H": H // x, "x": H % x}
     return tuple(index[axis] for axis in axes)
+
+
+def stack_pools(
+    k_pages: Float[Array, "..."], v_pages: Float[Array, "..."], layer: int | Int[Array, ""] | None, layout: str
+) -> tuple[tuple[str, str], Float[Array, "..."], Float[Array, "..."], Int32[Array, " 1"]]:
+    """Axes of K and V, their pools with an L axis, and the layer as kernels take it; without a layer L is 1.
+
+    Raises:
+        ValueError: the layout is unknown, or `k_pages` has another number of axes than it says.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    k_axes, v_axes = LAYOUTS[layout]
+    if k_pages.ndim != len(k_axes) - (layer is None):
+        raise ValueError(
+            f"k_pages: expected {len(k_axes) - 1} axes without a layer and {len(k_axes)} with one, "
+            f"got shape {k_pages.shape}"
+        )
+    if layer is None:
+        layer = 0
+        k_pages, v_pages = jnp.expand_dims(k_pages, k_axes.index("L")), jnp.expand_dims(v_pages, v_axes.index("L"))
+    return (k_axes, v_axes), k_pages, v_pages, jnp.asarray(layer, jnp.int32).reshape(1)

@@ -93,7 +93,7 @@ def merge(
 ) -> tuple[Float32[Array, "... Hv"], Float32[Array, "..."]]:
     """Joins S normalised outputs over disjoint sets of keys into the output over their union; exact."""
     peak = lses.max(axis=0)
-    weights = jnp.exp(lses - jnp.where(peak == -jnp.inf, 0.0, peak))
+    weights = jnp.exp(lses - jnp.where(peak == -jnp.inf, 0.0, peak)[None])
     total = weights.sum(axis=0)
     is_empty = total == 0
     safe_total = jnp.where(is_empty, 1.0, total)

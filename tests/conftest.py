@@ -20,6 +20,16 @@ def smollm2_path() -> Path:
         pytest.skip(f"needs SmolLM2: {problem}")
 
 
+@pytest.fixture(autouse=True)
+def strict_promotion(request):
+    """Stricter than users: no dtype changes and no axis appears without being asked for."""
+    if "examples" in request.path.parts:  # Flax mixes dtypes
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
 @pytest.fixture
 def highest_precision():
     """float32 products without TF32."""

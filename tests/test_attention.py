@@ -13,15 +13,16 @@ from attention_cases import (
     BF16,
     DECODE,
     DECODE_AT_SIZE,
-    DECODE_ONLY,
     EVERYTHING,
     F16,
+    KERNELS,
     RAGGED,
     RAGGED_AT_SIZE,
+    RAGGED_INTERPRETED,
     bits,
     case,
     every,
-    every_ragged,
+    in_one_partition,
     meaning,
     op,
     options_of,
@@ -45,9 +46,14 @@ def test_decode_is_dense_attention(case, implementation):
 
 
 @pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
-@every_ragged
+@pytest.mark.parametrize("implementation", ["xla", GPU])
 def test_ragged_queries_are_dense_attention(case, implementation):
-    run_case(case, implementation)
+    run_case(case if implementation == "xla" else in_one_partition(case), implementation)
+
+
+@pytest.mark.parametrize("name", RAGGED_INTERPRETED)
+def test_ragged_queries_are_dense_attention_when_interpreted(name):
+    run_case(in_one_partition(RAGGED[name]), "triton_interpret")
 
 
 @pytest.mark.gpu
@@ -68,11 +74,11 @@ def test_the_automatic_choice_is_dense_attention(case):
     run_case(case, None)
 
 
-@pytest.mark.parametrize("implementation", DECODE_ONLY)
-def test_an_implementation_without_ragged_queries_refuses_them(implementation):
-    q, pool, options, _, _ = posed(RAGGED["whole prompts"])
-    with pytest.raises(NotImplementedError):
-        op(implementation, options)(q, pool, RAGGED["whole prompts"].query_lengths)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_kernel_refuses_partitions_of_ragged_queries(implementation):
+    q, pool, _, _, _ = posed(RAGGED["whole prompts"])
+    with pytest.raises(NotImplementedError, match="no more than 1 partition with query_lengths, not 3"):
+        op(implementation, num_partitions=3)(q, pool, RAGGED["whole prompts"].query_lengths)
 
 
 def test_a_named_kernel_never_gives_way_to_another():
@@ -142,9 +148,10 @@ def test_decode_is_bit_identical_whatever_the_dead_cells_hold(case, implementati
 
 
 @pytest.mark.parametrize("case", POISONED.values(), ids=POISONED)
-@every_ragged
+@every
 def test_ragged_queries_are_bit_identical_whatever_the_dead_cells_hold(case, implementation):
     counts = tuple(min(n, 5) for n in case.lengths)
+    case = case if implementation == "xla" else in_one_partition(case)
     assert_blind_to_dead_cells(dataclasses.replace(case, query_lengths=counts, padding=3), implementation)
 
 
@@ -180,15 +187,16 @@ def test_any_placement_of_pages_gives_the_same_decode(implementation):
     assert_placed_anywhere(PLACED, implementation)
 
 
-@every_ragged
+@every
 def test_any_placement_of_pages_gives_the_same_ragged_queries(implementation):
-    assert_placed_anywhere(dataclasses.replace(PLACED, query_lengths=(0, 9, 3, 1)), implementation)
+    placed = PLACED if implementation == "xla" else in_one_partition(PLACED)
+    assert_placed_anywhere(dataclasses.replace(placed, query_lengths=(0, 9, 3, 1)), implementation)
 
 
 # --- laws
 
 
-@every_ragged
+@every
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_decode_is_ragged_with_one_query_per_row(implementation, options):
     decode = case((0, 1, 8, 9, 54), **options)
@@ -228,8 +236,13 @@ CHUNKINGS = {
 @pytest.mark.parametrize(
     ("implementation", "chunks"),
     [pytest.param("xla", chunks, id=f"xla-{name}") for name, chunks in CHUNKINGS.items()]
-    + [pytest.param("triton_interpret", CHUNKINGS["decode steps"], id="triton_interpret-decode steps")]
-    + [pytest.param("triton", CHUNKINGS["decode steps"], id="triton-decode steps", marks=pytest.mark.gpu)],
+    + [
+        pytest.param("triton_interpret", CHUNKINGS[name], id=f"triton_interpret-{name}")
+        for name in ("a prompt, then decode steps", "decode steps")
+    ]
+    + [
+        pytest.param("triton", chunks, id=f"triton-{name}", marks=pytest.mark.gpu) for name, chunks in CHUNKINGS.items()
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"window": 5, "soft_cap": 3.0}], ids=["plain", "window and soft cap"])
 def test_any_chunking_of_a_prompt_is_one_piece(implementation, chunks, options):

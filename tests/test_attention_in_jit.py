@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pools
 import pytest
-from attention_cases import DECODE, F32, GPU, RAGGED, bits, every, every_ragged, meaning, op, posed
+from attention_cases import DECODE, F32, GPU, RAGGED, bits, every, meaning, op, posed
 from lowering import lower_for_cuda
 from tolerances import assert_accurate
 
@@ -62,7 +62,7 @@ def test_decode_in_a_scan_over_layers_reads_each_layer_through_its_own_window(im
     assert_scans_over_layers(implementation, None)
 
 
-@every_ragged
+@every
 def test_ragged_queries_in_a_scan_over_layers_read_each_layer_through_its_own_window(implementation):
     assert_scans_over_layers(implementation, (0, 9, 4))
 
@@ -234,7 +234,7 @@ def test_differentiating_says_forward_only(implementation, argument, transform):
         transform(loss)(start)
 
 
-@every_ragged
+@every
 def test_differentiating_ragged_queries_says_forward_only(implementation):
     q, pool, _, _, _ = posed(RAGGED["one query per row"])
     counts = jnp.ones(4, jnp.int32)

@@ -72,6 +72,18 @@ def test_the_table_stays_int32_in_64_bit_mode(table):
     cut.check()
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=["plain", "window"])
+def test_ragged_queries_of_the_kernel_in_64_bit_mode(options, cache, table, q):
+    def attend():
+        counts = np.minimum(np.asarray(table.lengths), 1)
+        return paged_attention(q, cache, table, query_lengths=counts, implementation="triton_interpret", **options)
+
+    expected = attend()
+    with wide_integers():
+        got = attend()
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 BEYOND = [2**31, 2**32, 2**40, -(2**40)]
 
 

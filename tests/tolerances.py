@@ -59,7 +59,8 @@ def dense(
     # JAX asks for a float16 dot that CPUs lack and falls back from it only outside of jit.
     run = _dense.__wrapped__ if q.dtype == np.float16 else _dense
     arrays = *map(jnp.asarray, (queries, keys, values)), bias, mask[:, None], sinks
-    out, lse = run(*arrays, scale=scale, soft_cap=soft_cap)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own function mixes dtypes
+        out, lse = run(*arrays, scale=scale, soft_cap=soft_cap)
     out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     sees = mask.any(-1)  # what sees no key has no dense meaning but the sink
     out = np.where(sees[..., None, None], out, 0)

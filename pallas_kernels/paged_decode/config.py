@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.resources
+import itertools
+import json
+import math
+import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.layouts import LAYOUTS
+
+TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a file for each kind of device
 
 _PROGRAMS_PER_PROCESSOR = 4  # resident at a time: so many hide the latency of memory from each other
 _ROWS_KEPT_WHOLE = 1.45  # partitions per row, below the 1.5 at which rows of mean length would be cut in two
@@ -20,9 +30,22 @@ class Device(NamedTuple):
 
     processors: int
     shared_memory: int  # bytes for each processor
+    kind: str = ""  # its name, under which it was tuned
 
 
 INTERPRETED = Device(processors=2, shared_memory=164 << 10)  # every program costs time there
+
+
+class Shape(NamedTuple):
+    """What a choice depends on beside the device: of a decode step, what is known while it is traced."""
+
+    group: int
+    head_dim: int
+    v_head_dim: int
+    q_dtype: str
+    kv_dtype: str
+    layout: str
+    kv_rows: int  # rows × kv heads: the programs if no row is cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,27 +58,90 @@ class Config:
     programs_per_processor: int = _PROGRAMS_PER_PROCESSOR  # rows are partitioned until there are so many
 
 
-def heuristic(
-    group: int, head_dim: int, v_head_dim: int, q_dtype: jnp.dtype, kv_dtype: jnp.dtype, device: Device
-) -> Config:
+def choose(config: Config | None, shape: Shape, device: Device) -> Config:
+    """The config to run with. The first of these that there is:
+
+    1. `config`, the caller's own;
+    2. the entry tuned for this kind of device whose shape is the nearest: `kv_rows` by the least ratio, all else equal;
+    3. the heuristic.
+
+    Tuned entries are data: `tuned/nvidia_h200.json` holds those of an "NVIDIA H200", as `examples/benchmarks/tune.py`
+    has measured them. It is read when it is first asked for; a device without a file is none the worse.
+    """
+    return config or nearest(tuned(device.kind), shape) or heuristic(shape, device)
+
+
+def nearest(entries: dict[Shape, Config], shape: Shape) -> Config | None:
+    """The entry nearest to the shape, or None if none is alike in all but `kv_rows`."""
+    shape = as_tuned(shape)
+    alike = [entry for entry in entries if entry._replace(kv_rows=shape.kv_rows) == shape]
+    if not alike:
+        return None
+    kv_rows = max(1, shape.kv_rows)  # a batch may be empty
+    return entries[min(alike, key=lambda entry: abs(math.log(entry.kv_rows / kv_rows)))]
+
+
+def as_tuned(shape: Shape) -> Shape:
+    """Layouts that hold a token's head in one piece are read alike, so that one entry serves all of them."""
+    return shape._replace(layout="NHD") if all(axes.endswith("H") for axes in LAYOUTS[shape.layout]) else shape
+
+
+@functools.cache
+def tuned(kind: str) -> dict[Shape, Config]:
+    """All entries for a kind of device, from its file if there is one."""
+    file = TUNED / file_name(kind)
+    if not file.is_file():
+        return {}
+    entries = json.loads(file.read_text(encoding="utf-8"))["entries"]
+    return {as_tuned(Shape(**entry["shape"])): Config(**entry["config"]) for entry in entries}
+
+
+def file_name(kind: str) -> str:
+    """The name of the file with the entries for a kind of device: "NVIDIA H200" has nvidia_h200.json."""
+    return "_".join(re.findall("[a-z0-9]+", kind.lower())) + ".json"
+
+
+def heuristic(shape: Shape, device: Device) -> Config:
     """A sound choice for any shape and GPU.
 
     The tiles of K and V of all programs that are meant to be resident fit in a processor's shared memory, and wide
     heads and groups spread their accumulator over more warps. float32 products run without matrix units and want small
     tiles.
     """
-    in_float32 = jnp.promote_types(q_dtype, kv_dtype) == jnp.float32
-    token_bytes = (head_dim + v_head_dim) * jnp.dtype(kv_dtype).itemsize
+    in_float32 = shape.q_dtype != shape.kv_dtype or shape.q_dtype == "float32"  # what differs meets in float32
+    token_bytes = _token_bytes(shape)
     tile = 16
     while tile < (16 if in_float32 else 64) and (
         2 * tile * token_bytes <= device.shared_memory // _PROGRAMS_PER_PROCESSOR
     ):
         tile *= 2
-    accumulator = max(16, group) * max(head_dim, v_head_dim)
+    accumulator = max(16, shape.group) * max(shape.head_dim, shape.v_head_dim)
     num_warps = max(1, tile // 32)
     while num_warps < 8 and accumulator > 2048 * num_warps * (1 if not in_float32 else 0.5):
         num_warps *= 2
     return Config(tile, num_warps, num_stages=4)
+
+
+def candidates(shape: Shape, device: Device) -> list[Config]:
+    """What is worth timing for a shape: the heuristic's choice first, then a grid around what such choices are.
+
+    Left out are those of which not one program's tiles fit in a processor's shared memory, and those whose warps would
+    share a tile too finely for matrix units, or too coarsely for registers.
+    """
+    grid = (
+        Config(tile, num_warps, num_stages, programs)
+        for tile, num_warps, num_stages, programs in itertools.product(
+            (32, 64, 128), (1, 2, 4), (3, 4, 5, 7), (2, 4, 8, 12)
+        )
+        if 16 <= tile // num_warps <= 64
+        # The tile at hand and those in flight; see Config.num_stages.
+        and tile * _token_bytes(shape) * (num_stages // 2) <= device.shared_memory
+    )
+    return list(dict.fromkeys((heuristic(shape, device), *grid)))
+
+
+def _token_bytes(shape: Shape) -> int:
+    return (shape.head_dim + shape.v_head_dim) * jnp.dtype(shape.kv_dtype).itemsize
 
 
 def num_partitions(config: Config, rows: int, num_kv_heads: int, device: Device) -> int:
@@ -70,4 +156,4 @@ def current_device() -> Device:
     if not gpus:
         return Device(processors=108, shared_memory=164 << 10)
     capability = str(getattr(gpus[0], "compute_capability", ""))
-    return Device(gpus[0].core_count, _SHARED_MEMORY_KIB.get(capability, 64) << 10)
+    return Device(gpus[0].core_count, _SHARED_MEMORY_KIB.get(capability, 64) << 10, gpus[0].device_kind)

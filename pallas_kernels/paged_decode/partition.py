@@ -38,7 +38,7 @@ def by_length(lengths: Int32[Array, " B"], num_tiles: Int32[Array, " B"], wanted
     count = jnp.maximum(1, lax.div(num_tiles + lax.div(size, jnp.int32(2)), size))
     end = jnp.cumsum(count, dtype=jnp.int32)
     entry = jnp.arange(lengths.size + wanted, dtype=jnp.int32)
-    row = jnp.sum(end <= entry[:, None], axis=1, dtype=jnp.int32)  # to compare with all rows is one operation
+    row = jnp.sum(end[None, :] <= entry[:, None], axis=1, dtype=jnp.int32)  # to compare with all rows is one operation
 
     def of_row(array):
         return array.at[row].get(mode="fill", fill_value=0)

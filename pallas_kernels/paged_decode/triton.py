@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import softmax
-from pallas_kernels.layouts import LAYOUTS, pool_index, pool_sizes
+from pallas_kernels.layouts import pool_index, pool_sizes, stack_pools
 from pallas_kernels.paged_decode import config as configs
 from pallas_kernels.paged_decode import partition
 
@@ -53,8 +53,8 @@ def _fold_kernel(
     kv_head, entry = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
     k_sizes, v_sizes = pool_sizes(axes[0], k_ref.shape), pool_sizes(axes[1], v_ref.shape)
     page_size, head_dim, v_head_dim = k_sizes["C"], k_sizes["H"], v_sizes["H"]
-    q_dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
-    v_dtype = jnp.promote_types(q_ref.dtype, v_ref.dtype)
+    # Products are of one dtype; what differs meets in float32.
+    q_dtype, v_dtype = (q_ref.dtype if ref.dtype == q_ref.dtype else jnp.float32 for ref in (k_ref, v_ref))
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if q_dtype == jnp.float32 else None)
 
     # Every array inside has power-of-two sizes: heads and dims past the end are masked lanes.
@@ -131,7 +131,7 @@ def _fold_kernel(
             if arrivals_ref is None:
                 return
             plgpu.debug_barrier()  # all of the part is stored before its arrival is announced
-            arrived = plgpu.atomic_add(arrivals_ref, (row, kv_head), 1)
+            arrived = plgpu.atomic_add(arrivals_ref, (row, kv_head), jnp.int32(1))
 
             @pl.when(arrived == count - 1)
             def merge():
@@ -243,26 +243,17 @@ def paged_decode(
         layout: order of the pools' axes, one of `layouts.LAYOUTS`.
         scale: `H ** -0.5` if None.
         num_partitions: partitions of each row; None shares the rows out by their lengths.
-        config: how to cut the work; None takes `config.heuristic`.
+        config: how to cut the work; None takes what `config.choose` finds for the device.
         interpret: run on any host, for tests; merges in a second launch.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    axes = LAYOUTS[layout]
-    if k_pages.ndim != len(axes[0]) - (layer is None):
-        raise ValueError(
-            f"k_pages: expected {len(axes[0]) - 1} axes without a layer and {len(axes[0])} with one, "
-            f"got shape {k_pages.shape}"
-        )
-    if layer is None:
-        k_pages, v_pages = jnp.expand_dims(k_pages, axes[0].index("L")), jnp.expand_dims(v_pages, axes[1].index("L"))
+    axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
     rows, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
     scale = float(head_dim**-0.5 if scale is None else scale)
     device = configs.INTERPRETED if interpret else configs.current_device()
-    if config is None:
-        group = num_heads // num_kv_heads
-        config = configs.heuristic(group, head_dim, v_head_dim, q.dtype, k_pages.dtype, device)
+    group, kv_rows = num_heads // num_kv_heads, rows * num_kv_heads
+    shape = configs.Shape(group, head_dim, v_head_dim, q.dtype.name, k_pages.dtype.name, layout, kv_rows)
+    config = configs.choose(config, shape, device)
 
     window = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     num_keys = lengths if window is None else jnp.minimum(lengths, window)
@@ -275,7 +266,7 @@ def paged_decode(
     arrivals = None if interpret else jnp.zeros((rows, num_kv_heads), jnp.int32)
 
     inputs = (
-        jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
+        layer,
         window,
         q,
         k_pages,

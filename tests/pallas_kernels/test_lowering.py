@@ -8,7 +8,6 @@ import pytest
 from lowering import lower_for_cuda
 
 from paged_jax import BlockTable, PagedCache, paged_attention
-from pallas_kernels.paged_decode import config
 
 HEADS = [(4, 4), (8, 2), (5, 1), (7, 1), (12, 2), (14, 2), (16, 1), (64, 8), (71, 1)]
 DIMS = [(16, 16), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128)]
@@ -39,11 +38,23 @@ CASES = [
 
 
 def lower_decode(
-    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout="NHD", **options
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    v_head_dim,
+    page_size,
+    q_dtype,
+    kv_dtype,
+    num_partitions,
+    layout="NHD",
+    tokens=None,
+    **options,
 ):
     table = BlockTable.create(11, page_size, 3, 4)
     cache = PagedCache.create(2, 11, page_size, num_kv_heads, head_dim, kv_dtype, v_head_dim=v_head_dim, layout=layout)
-    q = jnp.zeros((3, num_heads, head_dim), q_dtype)
+    q = jnp.zeros((tokens or 3, num_heads, head_dim), q_dtype)
+    if tokens:
+        options["query_lengths"] = jnp.ones(3, jnp.int32)
     arrays = {name: option for name, option in options.items() if isinstance(option, jax.Array)}
     static = {name: option for name, option in options.items() if name not in arrays}
 
@@ -89,31 +100,26 @@ def test_every_option_lowers(names):
     assert "paged_decode" in text
 
 
+@pytest.mark.parametrize("tokens", [3, 12, 2048], ids=["one", "four", "hundreds"])  # for each of 3 rows
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "q_dtype", "kv_dtype", "num_partitions",
+     "layout"),
+    CASES[::6],
+)  # fmt: skip
+def test_ragged_queries_lower(
+    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout, tokens
+):
+    del num_partitions
+    options = {"window": OPTIONS["window"], "sinks": jnp.ones(num_heads, jnp.float32)} if tokens == 12 else {}
+    text = lower_decode(
+        num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, None, layout, tokens, **options
+    )
+    assert "paged_prefill" in text
+    assert "triton" in text
+
+
 def test_automatic_choice_takes_the_kernel_on_cuda_only():
     table, cache = BlockTable.create(4, 16, 2, 2), PagedCache.create(1, 4, 16, 2, 64)
     q = jnp.zeros((2, 4, 64), jnp.bfloat16)
     assert "paged_decode" in lower_for_cuda(paged_attention, q, cache, table)
     assert "paged_decode" not in jax.jit(paged_attention).lower(q, cache, table).as_text()
-
-
-DEVICES = {  # processors and shared memory
-    "H200": config.Device(132, 228 << 10),
-    "A100": config.Device(108, 164 << 10),
-    "L4": config.Device(58, 100 << 10),
-    "MI300": config.Device(304, 64 << 10),
-}
-
-
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-def test_the_resident_programs_tiles_fit_shared_memory(device):
-    for (num_heads, num_kv_heads), (head_dim, v_head_dim), (q_dtype, kv_dtype) in itertools.product(
-        HEADS, DIMS, DTYPES
-    ):
-        chosen = config.heuristic(
-            num_heads // num_kv_heads, head_dim, v_head_dim, jnp.dtype(q_dtype), jnp.dtype(kv_dtype), device
-        )
-        tile_bytes = chosen.tile * (head_dim + v_head_dim) * jnp.dtype(kv_dtype).itemsize
-        assert chosen.tile >= 16, "matrix units take at least 16 rows"
-        assert chosen.tile & (chosen.tile - 1) == 0
-        assert chosen.tile == 16 or chosen.programs_per_processor * tile_bytes <= device.shared_memory, chosen
-        assert tile_bytes <= device.shared_memory, chosen

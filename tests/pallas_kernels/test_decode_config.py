@@ -1,0 +1,174 @@
+"""Which config the kernel runs with: the caller's, one tuned for the device, or the heuristic's; and what is tried."""
+
+import functools
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from lowering import lower_for_cuda
+from test_lowering import DIMS, DTYPES, HEADS, LAYOUTS
+
+from pallas_kernels import paged_decode
+from pallas_kernels.cases import DECODE_CASES
+from pallas_kernels.layouts import LAYOUTS as AXES
+from pallas_kernels.layouts import pool_shape
+from pallas_kernels.paged_decode import config
+from pallas_kernels.paged_decode.config import Config, Device, Shape, choose
+
+DEVICES = {  # processors and shared memory
+    "H200": Device(132, 228 << 10),
+    "A100": Device(108, 164 << 10),
+    "L4": Device(58, 100 << 10),
+    "MI300": Device(304, 64 << 10),
+}
+every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+SHAPES = [
+    Shape(num_heads // num_kv_heads, *dims, *dtypes, "NHD", 64)
+    for (num_heads, num_kv_heads), dims, dtypes in itertools.product(HEADS, DIMS, DTYPES)
+]
+LLAMA = Shape(4, 128, 128, "bfloat16", "bfloat16", "NHD", 64)
+
+
+@every_device
+def test_the_resident_programs_tiles_fit_shared_memory(device):
+    for shape in SHAPES:
+        chosen = config.heuristic(shape, device)
+        tile_bytes = chosen.tile * (shape.head_dim + shape.v_head_dim) * jnp.dtype(shape.kv_dtype).itemsize
+        assert chosen.tile >= 16, "matrix units take at least 16 rows"
+        assert chosen.tile & (chosen.tile - 1) == 0
+        assert chosen.tile == 16 or chosen.programs_per_processor * tile_bytes <= device.shared_memory, chosen
+        assert tile_bytes <= device.shared_memory, chosen
+
+
+@every_device
+def test_candidates_surround_the_heuristic_and_fit(device):
+    for shape in SHAPES:
+        first, *others = config.candidates(shape, device)
+        assert first == config.heuristic(shape, device)
+        assert first not in others
+        assert len(set(others)) == len(others) <= 7 * 4 * 4
+        for other in others:
+            assert other.tile * (shape.head_dim + shape.v_head_dim) * jnp.dtype(shape.kv_dtype).itemsize <= (
+                device.shared_memory
+            )
+    assert len(config.candidates(LLAMA, device)) >= 32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tile", [32, 64, 128])
+def test_candidates_lower_for_cuda(tile, layout):
+    sizes = {"L": 1, "P": 64, "C": 16, "K": 2, "H": 128}
+    k, v = (jnp.zeros(pool_shape(axes, sizes, 2), jnp.bfloat16) for axes in AXES[layout])
+    table, lengths, q = jnp.zeros((3, 9), jnp.int32), jnp.zeros(3, jnp.int32), jnp.zeros((3, 8, 128), jnp.bfloat16)
+    found = {
+        (candidate.num_warps, candidate.num_stages): candidate
+        for candidate in config.candidates(LLAMA, DEVICES["H200"])
+        if candidate.tile == tile
+    }
+    for candidate in (found[min(found)], found[max(found)]):
+
+        def attend(q, k, v, table, lengths, candidate=candidate):
+            return paged_decode(q, k, v, table, lengths, layer=0, layout=layout, config=candidate)
+
+        assert "triton" in lower_for_cuda(attend, q, k, v, table, lengths)
+
+
+# --- tuned entries
+
+NEAR, FAR, PACKED = Config(32, 1, 5, 8), Config(128, 4, 3, 2), Config(16, 1, 3)
+ENTRIES = {LLAMA: NEAR, LLAMA._replace(kv_rows=4096): FAR, LLAMA._replace(layout="vllm"): PACKED}
+TUNED = Device(132, 228 << 10, "Synthetic GPU-9 (test)")
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """A folder in which one device has entries."""
+    monkeypatch.setattr(config, "TUNED", tmp_path)
+    config.tuned.cache_clear()
+    entries = [
+        {"shape": shape._asdict(), "config": vars(chosen), "microseconds": {"a case": 1.0}}
+        for shape, chosen in ENTRIES.items()
+    ]
+    file = tmp_path / "synthetic_gpu_9_test.json"
+    file.write_text(json.dumps({"environment": {}, "entries": entries}))
+    yield file
+    config.tuned.cache_clear()
+
+
+@pytest.mark.usefixtures("tuned")
+def test_the_caller_comes_first_then_what_is_tuned_then_the_heuristic():
+    own = Config(16, 1, 2)
+    assert choose(own, LLAMA, TUNED) == own
+    assert choose(None, LLAMA, TUNED) == NEAR
+    for stranger in (TUNED._replace(kind="another"), TUNED._replace(kind=""), config.INTERPRETED):
+        assert choose(None, LLAMA, stranger) == config.heuristic(LLAMA, stranger)
+
+
+@pytest.mark.usefixtures("tuned")
+@pytest.mark.parametrize(
+    ("kv_rows", "expected"), [(0, NEAR), (1, NEAR), (64, NEAR), (500, NEAR), (520, FAR), (4096, FAR), (1_000_000, FAR)]
+)
+def test_the_nearest_number_of_rows_by_ratio(kv_rows, expected):
+    assert choose(None, LLAMA._replace(kv_rows=kv_rows), TUNED) == expected
+
+
+@pytest.mark.usefixtures("tuned")
+def test_all_else_must_be_equal_but_layouts_that_are_read_alike():
+    for other in (
+        {"group": 5},
+        {"head_dim": 64},
+        {"v_head_dim": 64},
+        {"q_dtype": "float32"},
+        {"kv_dtype": "float16"},
+    ):
+        shape = LLAMA._replace(**other)
+        assert choose(None, shape, TUNED) == config.heuristic(shape, TUNED)
+    for layout in ("NHD", "HND", "head_major"):
+        assert choose(None, LLAMA._replace(layout=layout), TUNED) == NEAR
+    assert choose(None, LLAMA._replace(layout="vllm"), TUNED) == PACKED
+
+
+def test_a_file_is_read_when_it_is_asked_for_and_once(tuned):
+    choose(Config(16, 1, 2), LLAMA, TUNED)
+    assert config.tuned.cache_info().currsize == 0
+    choose(None, LLAMA, TUNED)
+    tuned.unlink()
+    assert choose(None, LLAMA, TUNED) == NEAR
+
+
+def test_names_of_files():
+    assert config.file_name("NVIDIA H200") == "nvidia_h200.json"
+    assert config.file_name("Radeon RX 7900/XTX") == "radeon_rx_7900_xtx.json"
+
+
+def test_shipped_entries_were_measured_on_the_device_of_their_file():
+    names = {case.name for case in DECODE_CASES}
+    for path in config.TUNED.glob("*.json"):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        assert config.file_name(results["environment"]["device"]) == path.name
+        shapes = [Shape(**entry["shape"]) for entry in results["entries"]]
+        assert len(set(shapes)) == len(shapes)
+        for entry in results["entries"]:
+            chosen = Config(**entry["config"])
+            assert chosen.tile >= 16
+            assert chosen.tile.bit_count() == 1
+            assert entry["microseconds"].keys() == entry["heuristic_microseconds"].keys() <= names
+
+
+def test_the_kernel_runs_with_what_is_chosen(monkeypatch):
+    asked = []
+
+    def answer(given, shape, device):
+        asked.append((given, shape, device))
+        return Config(16, 1, 2)
+
+    monkeypatch.setattr(config, "choose", answer)
+    q, k, v = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((3, 8, 32), "bfloat16"), ((4, 2, 8, 32), "float32"), ((4, 2, 8, 64), "float32"))
+    )
+    table, lengths = jax.ShapeDtypeStruct((3, 1), "int32"), jax.ShapeDtypeStruct((3,), "int32")
+    jax.eval_shape(functools.partial(paged_decode, layout="HND", interpret=True), q, k, v, table, lengths)
+    assert asked == [(None, Shape(4, 32, 64, "bfloat16", "float32", "HND", 6), config.INTERPRETED)]
