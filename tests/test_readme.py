@@ -10,11 +10,16 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=["loop", "sharing"])
+@pytest.mark.parametrize(
+    "code", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=["loop", "sharing", "nnx", "linen"]
+)
 def test_code_runs_as_printed(code, capsys):
-    exec(compile(code, "README.md", "exec"), {})
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
     printed = capsys.readouterr().out.strip()
     assert f"# {printed}" in code
+    if "text" in names:  # what a model says: not one token for ever
+        assert len(set(names["text"].ravel().tolist())) > 3
 
 
 def test_the_tables_are_made_from_the_results(monkeypatch):
