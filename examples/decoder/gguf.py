@@ -1,4 +1,4 @@
-"""Read a GGUF file: its metadata at once, its tensors one at a time as float32.
+"""Read a GGUF file: its metadata at once, its tensors one at a time, dequantised.
 
 The file is mapped, not loaded. Its layout, little endian throughout:
 
@@ -14,9 +14,11 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+
+from decoder.host_arrays import aligned_empty
 
 
 class GGUFError(ValueError):
@@ -37,6 +39,7 @@ class GGUFFile:
     metadata: dict[str, Any]  # arrays of numbers are numpy arrays, arrays of strings are lists
     tensors: dict[str, TensorInfo]
     _data: mmap.mmap = field(repr=False)
+    layout: ClassVar = "gguf"
 
     def check_type(self, name: str) -> None:
         """Raises GGUFError if the tensor is not there, or is of a type that cannot be read."""
@@ -49,19 +52,21 @@ class GGUFFile:
                 f"{self.path}: tensor {name!r}: expected one of the types {', '.join(PACKINGS)}, got {info.ggml_type}"
             )
 
-    def tensor(self, name: str) -> np.ndarray:
-        """The tensor as a new float32 array, dequantised."""
+    def tensor(self, name: str, dtype: Any = np.float32) -> np.ndarray:
+        """The tensor as a new array: dequantised to float32, rounded to `dtype` piece by piece."""
         self.check_type(name)
         info = self.tensors[name]
         packing = PACKINGS[info.ggml_type]
         count = math.prod(info.shape) // packing.values
         blocks = np.frombuffer(self._data, packing.block, count, info.offset)
-        values = np.empty((count, packing.values), np.float32)
-        # A damaged scale may be inf or NaN: it is read as it stands, without numpy's warnings.
+        values = aligned_empty((count, packing.values), dtype)
+        # A damaged scale may be inf or NaN, and a weight too large for `dtype`: both are read without numpy's warnings.
         with np.errstate(invalid="ignore", over="ignore"):
             for start in range(0, count, _CHUNK // packing.values):
                 chunk = slice(start, start + _CHUNK // packing.values)
                 values[chunk] = packing.unpack(blocks[chunk]).reshape(-1, packing.values)
+        if hasattr(mmap, "MADV_DONTNEED"):  # what was read of the file need not stay in memory beside the weights
+            self._data.madvise(mmap.MADV_DONTNEED)
         return values.reshape(info.shape)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from gguf_writer import BLOCKS, TYPE_IDS, gguf_bytes, random_blocks, string, value
@@ -122,6 +123,27 @@ def test_a_tensor_larger_than_one_chunk(opened: Callable[[bytes], GGUFFile]) -> 
     got = opened(gguf_bytes({}, [("w", (9000, 32), "Q8_0", raw)])).tensor("w")
     blocks = np.frombuffer(raw, np.dtype([("d", "<f2"), ("q", "i1", 32)]))
     np.testing.assert_array_equal(got, blocks["d"][:, None].astype(np.float32) * blocks["q"].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("kind", TYPE_IDS)
+def test_a_tensor_is_rounded_to_the_dtype_asked_for(
+    kind: str, dtype: type, opened: Callable[[bytes], GGUFFile]
+) -> None:
+    model = opened(gguf_bytes({}, [("w", (2, 768), kind, random_blocks(kind, 1536 // BLOCKS[kind][0]))]))
+    with np.errstate(over="ignore"):
+        expected = model.tensor("w").astype(dtype)
+    got = model.tensor("w", dtype)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
+
+
+def test_a_weight_too_large_for_the_dtype_is_infinite_without_warnings(
+    opened: Callable[[bytes], GGUFFile],
+) -> None:
+    raw = struct.pack("<2f", 1e6, -1e6)
+    got = opened(gguf_bytes({}, [("w", (2,), "F32", raw)])).tensor("w", np.float16)
+    np.testing.assert_array_equal(got, [np.inf, -np.inf])
 
 
 def test_a_tensor_is_a_copy_of_its_own(opened: Callable[[bytes], GGUFFile]) -> None:

@@ -1,0 +1,70 @@
+"""`ModelConfig`: all that tells one decoder from another, in one frozen dataclass.
+
+`config_json` reads it from a Hugging Face folder, `config_gguf` from a GGUF file's metadata.
+"""
+
+from dataclasses import dataclass
+
+from paged_jax.layers import RopeConfig
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+class ConfigError(ValueError):
+    """The model is of a family, or has a feature, that the decoder lacks; the message names it."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of Q and K, before they turn
+    softcap: float | None = None
+    sinks: bool = False  # one logit a head, in the softmax's denominator only
+
+
+@dataclass(frozen=True)
+class Experts:
+    count: int
+    per_token: int
+    limit: float  # the gate is clipped from above, `up` from both sides
+    alpha: float  # the gate is gate · sigmoid(alpha · gate)
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    width: int
+    activation: str  # one of ACTIVATIONS
+    bias: bool = False
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """RMSNorm; scales are kept as they multiply, Gemma's too."""
+
+    eps: float
+    after: bool = False  # also on the results of attention and MLP, before they are added
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    family: str
+    vocab_size: int
+    num_layers: int
+    width: int
+    max_length: int  # positions the model was trained for
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormConfig
+    rope: RopeConfig
+    window_rope: RopeConfig  # of the layers that have a window
+    windows: tuple[int | None, ...]  # one a layer: key j is visible to query i when i - window < j <= i
+    tied_embeddings: bool = False  # logits come from the embedding table, without a matrix of their own
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    end_tokens: tuple[int, ...] = ()

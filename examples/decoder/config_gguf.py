@@ -1,0 +1,139 @@
+"""A GGUF file's metadata → a `ModelConfig`, for the architectures "llama" and "gemma3"."""
+
+import functools
+import math
+from typing import Any
+
+from decoder.config import AttentionConfig, MLPConfig, ModelConfig, NormConfig
+from decoder.gguf import GGUFError, GGUFFile
+from paged_jax.layers import RopeConfig
+
+ARCHITECTURES = ("llama", "gemma3")
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    """The model in `file`.
+
+    Raises:
+        GGUFError: an architecture or feature that the decoder lacks, or metadata that is missing or contradicts itself.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise GGUFError(f"{file.path}: expected an architecture of {', '.join(ARCHITECTURES)}, got {architecture!r}")
+    for key, value in {"expert_count": 0, "attn_logit_softcapping": 0.0}.items():
+        got = file.metadata.get(f"{architecture}.{key}", value)
+        if got != value:
+            raise GGUFError(f"{file.path}: expected a model with {architecture}.{key} = {value!r}, got {got!r}")
+    attention, sizes = _attention(file, architecture), _sizes(file, architecture)
+    parts = _gemma3(file, attention, sizes) if architecture == "gemma3" else _llama(file, attention, sizes)
+    return ModelConfig(attention=attention, **sizes, **parts)
+
+
+def _llama(file: GGUFFile, attention: AttentionConfig, sizes: dict[str, Any]) -> dict[str, Any]:
+    rope = _rope(file, "llama", 10_000.0, attention.head_dim)
+    return {
+        "mlp": _mlp(file, "llama", "silu"),
+        "norm": NormConfig(_positive(file, float, "llama.attention.layer_norm_rms_epsilon")),
+        "rope": rope,
+        "window_rope": rope,
+        "windows": (None,) * sizes["num_layers"],
+    }
+
+
+def _gemma3(file: GGUFFile, attention: AttentionConfig, sizes: dict[str, Any]) -> dict[str, Any]:
+    window = _positive(file, int, "gemma3.attention.sliding_window")
+    return {
+        "mlp": _mlp(file, "gemma3", "gelu_pytorch_tanh"),
+        "norm": NormConfig(_positive(file, float, "gemma3.attention.layer_norm_rms_epsilon"), after=True),
+        "rope": _rope(file, "gemma3", 1_000_000.0, attention.head_dim),
+        "window_rope": RopeConfig(rope_theta=_positive(file, float, "gemma3.rope.freq_base_swa", 10_000.0)),
+        # The file does not say which layers have a window: all but every sixth.
+        "windows": tuple(window if (layer + 1) % 6 else None for layer in range(sizes["num_layers"])),
+        "embedding_scale": math.sqrt(sizes["width"]),
+        "logit_softcap": file.metadata.get("gemma3.final_logit_softcapping") or None,
+    }
+
+
+def _sizes(file: GGUFFile, architecture: str) -> dict[str, Any]:
+    """What every architecture says in the same way."""
+    size = functools.partial(_positive, file, int)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        got = "none" if embedding is None else f"shape {embedding.shape}"
+        raise GGUFError(f"{file.path}: expected a matrix as tensor 'token_embd.weight', got {got}")
+    end = file.metadata.get("tokenizer.ggml.eos_token_id")
+    return {
+        "family": architecture,
+        "vocab_size": embedding.shape[0],
+        "num_layers": size(f"{architecture}.block_count"),
+        "width": size(f"{architecture}.embedding_length"),
+        "max_length": size(f"{architecture}.context_length"),
+        "tied_embeddings": "output.weight" not in file.tensors,
+        "end_tokens": () if end is None else (end,),
+    }
+
+
+def _attention(file: GGUFFile, architecture: str) -> AttentionConfig:
+    def size(key: str, default: int | None = None) -> int:
+        return _positive(file, int, f"{architecture}.{key}", default)
+
+    width, num_heads = size("embedding_length"), size("attention.head_count")
+    num_kv_heads = size("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise GGUFError(
+            f"{file.path}: expected heads in whole groups per kv head, got {num_heads} heads and "
+            f"{num_kv_heads} kv heads"
+        )
+    head_dim = size("attention.key_length", width // num_heads)
+    if head_dim % 2:
+        raise GGUFError(f"{file.path}: expected an even head_dim, whose pairs are rotated, got {head_dim}")
+    if size("attention.value_length", head_dim) != head_dim or size("rope.dimension_count", head_dim) != head_dim:
+        raise GGUFError(f"{file.path}: expected K, V and rotary dimensions of one size ({head_dim}), got others")
+    # Gemma 3 of 27 B, told by its layers, is scaled by the width's share of a head: what the file leaves unsaid.
+    is_27b = architecture == "gemma3" and size("block_count") == 62
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=(width / num_heads if is_27b else head_dim) ** -0.5,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        out_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm=architecture == "gemma3",
+    )
+
+
+def _mlp(file: GGUFFile, architecture: str, activation: str) -> MLPConfig:
+    width = _positive(file, int, f"{architecture}.feed_forward_length")
+    return MLPConfig(width, activation, bias="blk.0.ffn_gate.bias" in file.tensors)
+
+
+def _rope(file: GGUFFile, architecture: str, base: float, head_dim: int) -> RopeConfig:
+    base = _positive(file, float, f"{architecture}.rope.freq_base", base)
+    kind = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if kind == "linear":
+        factor = _positive(file, float, f"{architecture}.rope.scaling.factor")
+        return RopeConfig("linear", base, factor=factor)
+    if kind != "none":
+        raise GGUFError(f"{file.path}: expected {architecture}.rope.scaling.type 'none' or 'linear', got {kind!r}")
+    if _ROPE_FACTORS not in file.tensors:
+        return RopeConfig(rope_theta=base)
+    # Llama 3's scaling, already worked out: one divisor a rotation, which is longrope without its two lengths.
+    factors = tuple(file.tensor(_ROPE_FACTORS).ravel().tolist())
+    if len(factors) != head_dim // 2 or not all(0 < factor < math.inf for factor in factors):
+        raise GGUFError(f"{file.path}: tensor {_ROPE_FACTORS!r}: expected {head_dim // 2} divisors, got {factors}")
+    return RopeConfig(
+        "longrope",
+        base,
+        original_max_position_embeddings=_positive(file, int, f"{architecture}.context_length"),
+        short_factor=factors,
+        long_factor=factors,
+        attention_factor=1.0,
+    )
+
+
+def _positive(file: GGUFFile, kind: type, key: str, default: Any = None) -> Any:
+    value = file.metadata.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        raise GGUFError(f"{file.path}: expected a positive {kind.__name__} for {key}, got {value!r}")
+    return value
