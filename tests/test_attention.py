@@ -15,6 +15,7 @@ from attention_cases import (
     DECODE_AT_SIZE,
     EVERYTHING,
     F16,
+    GPU,
     KERNELS,
     RAGGED,
     RAGGED_AT_SIZE,
