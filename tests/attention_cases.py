@@ -168,7 +168,33 @@ RAGGED = {
 }
 
 
-RAGGED_INTERPRETED = (  # a covering sample: interpreting a kernel takes seconds
+# Covering samples of the cases, for interpreting a kernel takes seconds; on a GPU all of them run.
+DECODE_INTERPRETED = (
+    "plain",
+    "every row empty",
+    "rows share pages",
+    "a wide table",
+    "page 1, heads 5 of 1",
+    "page 5, head_dim 112, heads 12 of 2",
+    "page 24, values of 24, heads 7 of 1, float16",
+    "page 256, heads 16 of 1, bfloat16",
+    "head_dim 192, values of 128, bfloat16",
+    "heads 71 of 1",
+    "float32 over bfloat16",
+    "bfloat16 over float32",
+    "window 33, bfloat16",
+    "the largest window",
+    "everything, odd sizes, bfloat16",
+    "HND, page 5, head_dim 80, heads 7 of 1, bfloat16",
+    "head major, page 24, values of 24, heads 12 of 4",
+    "vllm, head_dim 112, values of 40, heads 5 of 1, bfloat16",
+    "vllm, page 5, head_dim 24, float16",
+    "3 partitions, page 5, bfloat16",
+    "more partitions than tokens",
+    "partitions wholly outside the window",
+    "partitions of everything",
+)
+RAGGED_INTERPRETED = (
     "last tokens",
     "padding",
     "more queries than keys, sinks",

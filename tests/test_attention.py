@@ -13,6 +13,7 @@ from attention_cases import (
     BF16,
     DECODE,
     DECODE_AT_SIZE,
+    DECODE_INTERPRETED,
     EVERYTHING,
     F16,
     GPU,
@@ -41,9 +42,14 @@ pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 @pytest.mark.parametrize("case", DECODE.values(), ids=DECODE)
-@every
+@pytest.mark.parametrize("implementation", ["xla", GPU])
 def test_decode_is_dense_attention(case, implementation):
     run_case(case, implementation)
+
+
+@pytest.mark.parametrize("name", DECODE_INTERPRETED)
+def test_decode_is_dense_attention_when_interpreted(name):
+    run_case(DECODE[name], "triton_interpret")
 
 
 @pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
