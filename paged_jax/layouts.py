@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.layouts import LAYOUTS, Sizes, pool_index, pool_shape, pool_sizes
+from pallas_kernels.layouts import Sizes, pool_axes, pool_index, pool_shape, pool_sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["Sizes", "convert", "pool_axes", "pool_shapes", "pool_sizes", "put_tokens", "take_pages"]
 
 _ALL = slice(None)
-
-
-def pool_axes(layout: str) -> tuple[str, str]:
-    """The axes of the K pool and of the V pool.
-
-    Raises:
-        ValueError: the layout is unknown.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    return LAYOUTS[layout]
 
 
 def pool_shapes(

@@ -21,6 +21,17 @@ LAYOUTS = {
 Sizes = dict[str, int]  # axis → size, H whole
 
 
+def pool_axes(layout: str) -> tuple[str, str]:
+    """The axes of the K pool and of the V pool.
+
+    Raises:
+        ValueError: the layout is unknown.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    return LAYOUTS[layout]
+
+
 def pool_shape(axes: str, sizes: Sizes, itemsize: int) -> tuple[int, ...]:
     """The shape of a pool whose elements have `itemsize` bytes; H must divide by the size of an `x` axis."""
     if "x" in axes:
@@ -55,9 +66,7 @@ def stack_pools(
     Raises:
         ValueError: the layout is unknown, or `k_pages` has another number of axes than it says.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    k_axes, v_axes = LAYOUTS[layout]
+    k_axes, v_axes = pool_axes(layout)
     if k_pages.ndim != len(k_axes) - (layer is None):
         raise ValueError(
             f"k_pages: expected {len(k_axes) - 1} axes without a layer and {len(k_axes)} with one, "
