@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 import pallas_kernels
 from paged_jax import platform_choice
-from pallas_kernels.layouts import LAYOUTS, pool_sizes
+from pallas_kernels.layouts import LAYOUTS, offset_obstacle, pool_sizes
 
 IMPLEMENTATIONS = ("xla", "triton", "triton_interpret")
 
@@ -67,6 +67,9 @@ def _obstacle(arrays: dict[str, Any], layout: str, num_partitions: int | None) -
     """What keeps the Triton kernels from this call; None if nothing does."""
     if arrays["query_lengths"] is not None and num_partitions not in (None, 1):
         return f"takes no more than 1 partition with query_lengths, not {num_partitions}"
+    for name in ("k_pages", "v_pages"):
+        if obstacle := offset_obstacle(arrays[name]):
+            return obstacle
     v_sizes = pool_sizes(LAYOUTS[layout][1], arrays["v_pages"].shape)
     for name, dim in (("head_dim", arrays["q"].shape[-1]), ("v_head_dim", v_sizes["H"])):
         if not (16 <= dim <= 256 and dim % 8 == 0):

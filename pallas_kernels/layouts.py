@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 LAYOUTS = {
@@ -54,8 +55,21 @@ def pool_index(axes: str, shape: tuple[int, ...], *, L: Any, P: Any, C: Any, K: 
     index = {"L": L, "P": P, "C": C, "K": K, "H": H}
     if "x" in axes:
         x = shape[-1]
-        index |= {"H": H, "x": H} if isinstance(H, slice) else {"H": H // x, "x": H % x}
+        if isinstance(H, slice):
+            index |= {"x": H}
+        else:  # not `//` and `%`, whose care for negative numbers would hide from compilers which dims are neighbours
+            index |= {"H": lax.div(H, jnp.int32(x)), "x": lax.rem(H, jnp.int32(x))}
     return tuple(index[axis] for axis in axes)
+
+
+def offset_obstacle(pool: Float[Array, "..."]) -> str | None:
+    """Why Pallas's Triton lowering would read elsewhere in a pool of this size; None if it would not.
+
+    It counts elements in 32 signed bits unless the array is larger than 2^32 bytes.
+    """
+    if pool.size > 2**31 and pool.size * pool.dtype.itemsize <= 2**32:
+        return f"cannot address a pool of {pool.size} elements of one byte (up to 2^31 or beyond 2^32 it can)"
+    return None
 
 
 def stack_pools(
@@ -65,8 +79,12 @@ def stack_pools(
 
     Raises:
         ValueError: the layout is unknown, or `k_pages` has another number of axes than it says.
+        NotImplementedError: a pool has a size at which the lowering would read elsewhere.
     """
     k_axes, v_axes = pool_axes(layout)
+    for name, pool in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if obstacle := offset_obstacle(pool):
+            raise NotImplementedError(f"{name}: the kernel {obstacle}")
     if k_pages.ndim != len(k_axes) - (layer is None):
         raise ValueError(
             f"k_pages: expected {len(k_axes) - 1} axes without a layer and {len(k_axes)} with one, "

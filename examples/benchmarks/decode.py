@@ -15,10 +15,12 @@ import functools
 import gc
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,11 +55,17 @@ class Problem:
     options: dict[str, Any]
 
 
+class Chain(NamedTuple):
+    """Layers that attend one after the other."""
+
+    run: Callable  # compiled: (q, cache, table) -> outputs of the first layer and the last
+    depth: int  # layers
+
+
 class Run(NamedTuple):
     """A contestant ready to be timed."""
 
-    chain: Callable  # compiled
-    depth: int  # layers
+    chain: Chain
     operands: tuple
     calls: int  # that take long enough to be timed
     setting: dict[str, Any]
@@ -169,18 +177,31 @@ def measure(problem: Problem, contestants: dict[str, Contestant], rounds: int) -
     """Median microseconds per layer, error and setting of each contestant; the reason for each that fails."""
     case = problem.case
     expected = reference(problem)
+    operands: dict[str, tuple] = {}
     runs: dict[str, Run] = {}
-    failures = {}
+    failures = {}  # what does not fit the device is a result, too
     for name, contestant in contestants.items():
         try:
-            runs[name] = fastest_setting(problem, contestant, expected)
-        except Exception as problem_met:  # a setting that does not fit the device is a result, too
-            reason = (str(problem_met).splitlines() or [""])[0][:200]
-            failures[name] = f"{type(problem_met).__name__}: {reason}"
+            operands[name] = (problem.q, *contestant.prepare(problem))
+        except Exception as obstacle:
+            failures[name] = reason(obstacle)
+    entries = [(name, setting) for name in operands for setting in contestants[name].settings]
+    chains = compile_chains(
+        [
+            (functools.partial(contestants[name].attend, problem, **setting), operands[name], problem.cache.num_layers)
+            for name, setting in entries
+        ]
+    )
+    for name in operands:
+        tried = [(chain, setting) for (of, setting), chain in zip(entries, chains, strict=True) if of == name]
+        try:
+            runs[name] = fastest_setting(tried, operands[name], expected)
+        except Exception as obstacle:
+            failures[name] = reason(obstacle)
     times = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(seconds_per_call(run.chain, run.operands, run.calls) / run.depth * 1e6)
+            times[name].append(seconds_per_call(run.chain.run, run.operands, run.calls) / run.chain.depth * 1e6)
     return {
         "kv_bytes": case.kv_bytes,
         "layers": problem.cache.num_layers,
@@ -191,40 +212,73 @@ def measure(problem: Problem, contestants: dict[str, Contestant], rounds: int) -
     }
 
 
-def fastest_setting(problem: Problem, contestant: Contestant, expected: jax.Array) -> Run:
-    """The contestant with the fastest of its settings; settings that fail are passed over while one works."""
-    operands = (problem.q, *contestant.prepare(problem))
+def fastest_setting(tried: list[tuple[Chain | Exception, dict[str, Any]]], operands: tuple, expected: jax.Array) -> Run:
+    """The fastest of a contestant's settings; those that fail are passed over while one works."""
     timed: list[tuple[float, Run]] = []
     obstacles = []
-    for setting in contestant.settings:
-        attend = functools.partial(contestant.attend, problem, **setting)
+    for chain, setting in tried:
         try:
-            run = compile_chain(attend, operands, problem.cache.num_layers, setting, expected)
+            run = start(chain, operands, setting, expected)
         except Exception as obstacle:
             obstacles.append(obstacle)
         else:
-            timed.append((seconds_per_call(run.chain, operands, run.calls), run))
+            timed.append((seconds_per_call(run.chain.run, operands, run.calls), run))
     if not timed:
         raise obstacles[0]
     return min(timed, key=lambda pair: pair[0])[1]
 
 
-def compile_chain(attend: Callable, operands: tuple, layers: int, setting: dict[str, Any], expected: jax.Array) -> Run:
-    depth = max(_DEPTH, layers)
+def reason(obstacle: Exception) -> str:
+    first_line = (str(obstacle).splitlines() or [""])[0]
+    return f"{type(obstacle).__name__}: {first_line[:200]}"
 
-    @jax.jit
-    def chain(q, cache, table):
-        outs = []
-        for layer in range(depth):
-            q, cache = lax.optimization_barrier((q, cache))  # no layer may use what another has gathered
-            q = attend(q, cache, table, layer % layers).astype(q.dtype)
-            outs.append(q)
-        return outs[0], outs[-1]
 
-    first, _ = chain(*operands)
+def compile_chains(wanted: Sequence[tuple[Callable, tuple, int]]) -> list[Chain | Exception]:
+    """A chain for each (attend, operands, layers), or why there is none; compiled on all CPU cores at a time."""
+
+    def lower(attend: Callable, operands: tuple, layers: int):
+        depth = max(_DEPTH, layers)
+        # Jitted by itself, it is traced once for all layers, or where each has pools of its own once for each of them.
+        attend = jax.jit(attend, static_argnums=(3,) if isinstance(operands[1], tuple) else ())
+
+        @jax.jit
+        def chain(q, cache, table):
+            outs = []
+            for layer in range(depth):
+                q, cache = lax.optimization_barrier((q, cache))  # no layer may use what another has gathered
+                q = attend(q, cache, table, layer % layers).astype(q.dtype)
+                outs.append(q)
+            return outs[0], outs[-1]
+
+        return chain.lower(*operands), depth
+
+    def compile_lowered(lowered) -> Chain | Exception:
+        if isinstance(lowered, Exception):
+            return lowered
+        try:
+            return Chain(lowered[0].compile(), lowered[1])
+        except Exception as obstacle:  # Triton and XLA refuse what does not fit, each in its own way
+            return obstacle
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = []
+        for attend, operands, layers in wanted:
+            try:
+                lowered = lower(attend, operands, layers)
+            except Exception as obstacle:
+                lowered = obstacle
+            compiled.append(pool.submit(compile_lowered, lowered))
+        return [future.result() for future in compiled]
+
+
+def start(chain: Chain | Exception, operands: tuple, setting: dict[str, Any], expected: jax.Array) -> Run:
+    """The chain with its error, and as many calls as take long enough to be timed; raises what it is if it is none."""
+    if isinstance(chain, Exception):
+        raise chain
+    first, _ = chain.run(*operands)
     max_error = float(jnp.abs(first.astype(jnp.float32) - expected).max())
-    calls = max(1, round(_SECONDS_PER_RUN / seconds_per_call(chain, operands, 2)))
-    return Run(chain, depth, operands, calls, setting, max_error)
+    calls = max(1, round(_SECONDS_PER_RUN / seconds_per_call(chain.run, operands, 2)))
+    return Run(chain, operands, calls, setting, max_error)
 
 
 def seconds_per_call(function: Callable, operands: tuple, calls: int) -> float:

@@ -12,12 +12,14 @@ import argparse
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 
-from benchmarks.decode import Problem, Run, attend_configured, compile_chain, make_problem, reference, seconds_per_call
+from benchmarks.decode import (
+    Problem,
+    Run,
+    attend_configured,
+    compile_chains,
+    make_problem,
+    reference,
+    seconds_per_call,
+    start,
+)
 from benchmarks.environment import describe
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
 from pallas_kernels.paged_decode import config as configs
 from pallas_kernels.paged_decode.config import Config, Device, Shape
 
 _FINALISTS = 2  # kernels that are tried with every number of programs
-_SECONDS_PER_COMPILATION = 2.5  # about, to tell how long it will take
+_SECONDS_PER_COMPILATION = 0.7  # about, on 16 cores, to tell how long it will take
 _ERROR_ALLOWED = 2  # times that of the heuristic's settings, whose accuracy is tested
 
 Times = dict[Config, list[float]]  # microseconds in each case of a shape
@@ -164,12 +175,14 @@ def race_in_turns(
 
     `runs` keeps what is compiled from race to race.
     """
-    for config in dict.fromkeys(candidates):
+    pending = [config for config in dict.fromkeys(candidates) if config not in runs]
+    at_a_time = os.cpu_count() or 1
+    for first in range(0, len(pending), at_a_time):
+        together = pending[first : first + at_a_time]
         if time.monotonic() > deadline:
             raise OutOfTimeError
-        if config not in runs:
-            runs[config] = compile_for_each(config, problems, expected)
-            print("." if runs[config] else "x", end="", flush=True)
+        runs |= compile_for_each(together, problems, expected)
+        print("".join("." if runs[config] else "x" for config in together), end="", flush=True)
     print(flush=True)
     if not runs[candidates[0]]:
         raise RuntimeError(f"the heuristic's choice does not work: {candidates[0]}")
@@ -182,22 +195,33 @@ def race_in_turns(
     for _ in range(rounds):
         for config, of_cases in samples.items():
             for run, of_case in zip(runs[config], of_cases, strict=True):
-                of_case.append(seconds_per_call(run.chain, run.operands, run.calls) / run.depth * 1e6)
+                of_case.append(seconds_per_call(run.chain.run, run.operands, run.calls) / run.chain.depth * 1e6)
     return {config: [statistics.median(of_case) for of_case in of_cases] for config, of_cases in samples.items()}
 
 
-def compile_for_each(config: Config, problems: list[Problem], expected: list[jax.Array]) -> list[Run]:
-    """The config ready to run on each problem; none where it does not fit the device."""
-    runs = []
-    for problem, result in zip(problems, expected, strict=True):
-        # Jitted by itself, it is traced and lowered once and not for each layer of the chain.
-        attend = jax.jit(functools.partial(attend_configured, problem, config=config, num_partitions=None))
-        operands = (problem.q, problem.cache, problem.table)
+def compile_for_each(
+    candidates: Sequence[Config], problems: list[Problem], expected: list[jax.Array]
+) -> dict[Config, list[Run]]:
+    """Each config ready to run on each problem; none where it does not fit the device."""
+    pairs = list(itertools.product(candidates, problems))
+    chains = compile_chains(
+        [
+            (
+                functools.partial(attend_configured, problem, config=config, num_partitions=None),
+                (problem.q, problem.cache, problem.table),
+                problem.cache.num_layers,
+            )
+            for config, problem in pairs
+        ]
+    )
+    runs: dict[Config, list[Run]] = {config: [] for config in candidates}
+    broken = set()
+    for (config, problem), chain, result in zip(pairs, chains, itertools.cycle(expected), strict=False):
         try:
-            runs.append(compile_chain(attend, operands, problem.cache.num_layers, {}, result))
+            runs[config].append(start(chain, (problem.q, problem.cache, problem.table), {}, result))
         except Exception:  # Triton and XLA refuse what does not fit, each in its own way
-            return []
-    return runs
+            broken.add(config)
+    return {config: [] if config in broken else of_config for config, of_config in runs.items()}
 
 
 def ranked(times: Times, heuristic: Config) -> list[Config]:

@@ -20,6 +20,7 @@ from pallas_kernels import softmax
 from pallas_kernels.paged_decode import config
 
 TILE, WARPS, STAGES = 64, 2, 4
+PROGRAMS = 8  # for each processor, that rows are cut into
 
 
 class Parts(NamedTuple):
@@ -43,7 +44,7 @@ def paged_decode(
     """Attention of each row's last token over the row's pages."""
     (rows, num_heads, head_dim), num_kv_heads = q.shape, k_pages.shape[2]
     device = config.INTERPRETED if interpret else config.current_device()
-    wanted = config.num_partitions(config.Config(TILE, WARPS, STAGES), rows, num_kv_heads, device)
+    wanted = config.num_partitions(config.Config(TILE, WARPS, STAGES, PROGRAMS), num_kv_heads, device)
     parts = cut(lengths, wanted)
     num_parts = parts.row.size
     part_out, part_lse = pl.pallas_call(

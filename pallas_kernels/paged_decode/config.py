@@ -18,8 +18,8 @@ from pallas_kernels.layouts import LAYOUTS
 
 TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a file for each kind of device
 
-_PROGRAMS_PER_PROCESSOR = 4  # resident at a time: so many hide the latency of memory from each other
-_ROWS_KEPT_WHOLE = 1.45  # partitions per row, below the 1.5 at which rows of mean length would be cut in two
+_RESIDENT = 4  # programs on a processor at a time: so many hide the latency of memory from each other
+_PARTITIONS_PER_ROW = 1.45  # of many rows: at 1.5 those of mean length would be cut in two, at 1 long ones would last
 
 # By compute capability, from the CUDA programming guide; 64 for others, as an AMD compute unit has.
 _SHARED_MEMORY_KIB = {"8.0": 164, "8.6": 100, "8.7": 164, "8.9": 100, "9.0": 228, "10.0": 228, "10.3": 228, "12.0": 100}
@@ -55,7 +55,7 @@ class Config:
     tile: int  # tokens folded at once; a power of two, at least 16
     num_warps: int
     num_stages: int  # of the software pipeline: the page ids take two, each tile of K and V in flight two more
-    programs_per_processor: int = _PROGRAMS_PER_PROCESSOR  # rows are partitioned until there are so many
+    programs_per_processor: int = _RESIDENT  # rows are partitioned until there are so many
 
 
 def choose(config: Config | None, shape: Shape, device: Device) -> Config:
@@ -106,20 +106,19 @@ def heuristic(shape: Shape, device: Device) -> Config:
 
     The tiles of K and V of all programs that are meant to be resident fit in a processor's shared memory, and wide
     heads and groups spread their accumulator over more warps. float32 products run without matrix units and want small
-    tiles.
+    tiles. Many rows are cut a little, so that the long ones among them do not last when the others are done.
     """
     in_float32 = shape.q_dtype != shape.kv_dtype or shape.q_dtype == "float32"  # what differs meets in float32
     token_bytes = _token_bytes(shape)
     tile = 16
-    while tile < (16 if in_float32 else 64) and (
-        2 * tile * token_bytes <= device.shared_memory // _PROGRAMS_PER_PROCESSOR
-    ):
+    while tile < (16 if in_float32 else 64) and (2 * tile * token_bytes <= device.shared_memory // _RESIDENT):
         tile *= 2
     accumulator = max(16, shape.group) * max(shape.head_dim, shape.v_head_dim)
-    num_warps = max(1, tile // 32)
+    num_warps = max(1, tile // (64 if shape.layout == "vllm" else 32))  # what is packed is turned within a warp
     while num_warps < 8 and accumulator > 2048 * num_warps * (1 if not in_float32 else 0.5):
         num_warps *= 2
-    return Config(tile, num_warps, num_stages=4)
+    programs = max(_RESIDENT, int(_PARTITIONS_PER_ROW * shape.kv_rows) // device.processors)
+    return Config(tile, num_warps, num_stages=4, programs_per_processor=programs)
 
 
 def candidates(shape: Shape, device: Device) -> list[Config]:
@@ -128,26 +127,26 @@ def candidates(shape: Shape, device: Device) -> list[Config]:
     Left out are those of which not one program's tiles fit in a processor's shared memory, and those whose warps would
     share a tile too finely for matrix units, or too coarsely for registers.
     """
+    first = heuristic(shape, device)
     grid = (
         Config(tile, num_warps, num_stages, programs)
         for tile, num_warps, num_stages, programs in itertools.product(
-            (32, 64, 128), (1, 2, 4), (3, 4, 5, 7), (2, 4, 8, 12)
+            (32, 64, 128), (1, 2, 4), (3, 4, 5, 7), sorted({1, 2, 4, 8, 12, first.programs_per_processor})
         )
         if 16 <= tile // num_warps <= 64
         # The tile at hand and those in flight; see Config.num_stages.
         and tile * _token_bytes(shape) * (num_stages // 2) <= device.shared_memory
     )
-    return list(dict.fromkeys((heuristic(shape, device), *grid)))
+    return list(dict.fromkeys((first, *grid)))
 
 
 def _token_bytes(shape: Shape) -> int:
     return (shape.head_dim + shape.v_head_dim) * jnp.dtype(shape.kv_dtype).itemsize
 
 
-def num_partitions(config: Config, rows: int, num_kv_heads: int, device: Device) -> int:
-    """Partitions wanted over all rows: enough that all processors are busy, and that long rows are cut among many."""
-    for_processors = config.programs_per_processor * device.processors // num_kv_heads
-    return max(1, for_processors, int(_ROWS_KEPT_WHOLE * rows))
+def num_partitions(config: Config, num_kv_heads: int, device: Device) -> int:
+    """Partitions wanted over all rows: so many that the programs of all kv heads are as many as the config says."""
+    return max(1, config.programs_per_processor * device.processors // num_kv_heads)
 
 
 def current_device() -> Device:

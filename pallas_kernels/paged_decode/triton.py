@@ -15,14 +15,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import softmax
-from pallas_kernels.layouts import pool_index, pool_sizes, stack_pools
+from pallas_kernels import softmax, walk
+from pallas_kernels.layouts import pool_sizes, stack_pools
 from pallas_kernels.paged_decode import config as configs
 from pallas_kernels.paged_decode import partition
-
-_iota = functools.partial(jnp.arange, dtype=jnp.int32)
+from pallas_kernels.walk import iota, load
 
 
 def _fold_kernel(
@@ -32,6 +31,8 @@ def _fold_kernel(
     q_ref,  # [B, N, H]
     k_ref,  # pool of K
     v_ref,  # pool of V
+    k_scales_ref,  # [L, P, C, K] or None
+    v_scales_ref,  # [L, P, C, K] or None
     tables_ref,  # [B, M]
     sinks_ref,  # [N] or None
     slopes_ref,  # [N] or None
@@ -51,59 +52,20 @@ def _fold_kernel(
 ):
     del arrivals_in_ref
     kv_head, entry = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
-    k_sizes, v_sizes = pool_sizes(axes[0], k_ref.shape), pool_sizes(axes[1], v_ref.shape)
-    page_size, head_dim, v_head_dim = k_sizes["C"], k_sizes["H"], v_sizes["H"]
-    # Products are of one dtype; what differs meets in float32.
-    q_dtype, v_dtype = (q_ref.dtype if ref.dtype == q_ref.dtype else jnp.float32 for ref in (k_ref, v_ref))
-    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if q_dtype == jnp.float32 else None)
+    num_kv_heads, head_dim = (pool_sizes(axes[0], k_ref.shape)[axis] for axis in "KH")
 
     # Every array inside has power-of-two sizes: heads and dims past the end are masked lanes.
-    group = q_ref.shape[1] // k_sizes["K"]
-    lane = _iota(max(16, pl.next_power_of_2(group)))  # matrix units take at least 16 rows
+    group = q_ref.shape[1] // num_kv_heads
+    lane = iota(max(16, pl.next_power_of_2(group)))  # matrix units take at least 16 rows
     head, is_head = kv_head * group + lane, lane < group
-    dim, v_dim = _iota(pl.next_power_of_2(head_dim)), _iota(pl.next_power_of_2(v_head_dim))
-
-    # A positive scale that is all that happens to a score goes into the softmax's unit instead of every score.
-    is_scale_all = soft_cap is None and slopes_ref is None and scale > 0
-    unit = scale * softmax.LOG2_E if is_scale_all else softmax.LOG2_E
-    slopes = None if slopes_ref is None else _load(slopes_ref.at[head], is_head).astype(jnp.float32)
-    layer = layer_ref[0]
-
+    dim = iota(pl.next_power_of_2(head_dim))
+    slopes = None if slopes_ref is None else load(slopes_ref.at[head], is_head).astype(jnp.float32)
     row, length, index, count = (ref[entry] for ref in partitions_ref)
 
     @pl.when(row < q_ref.shape[0])
     def fold_partition():
-        q = _load(q_ref.at[row, head[:, None], dim[None, :]], is_head[:, None] & (dim < head_dim)[None, :])
-        q = q.astype(q_dtype)
+        q = load(q_ref.at[row, head[:, None], dim[None, :]], is_head[:, None] & (dim < head_dim)[None, :])
         begin = 0 if window_ref is None else jnp.maximum(length - window_ref[0], 0)  # the first key the query sees
-
-        def fold_tile(i, state, *, masked: bool):
-            position = begin + i * tile + _iota(tile)
-            is_live = position < length
-            page = _load(tables_ref.at[row, lax.div(position, np.int32(page_size))], is_live if masked else None)
-            cell = lax.rem(position, np.int32(page_size))
-
-            def load_tile(ref, axes, dim, true_dim):  # dead cells and lanes past the true dim are zero: 0 · NaN is NaN
-                masks = [is_live[:, None]] if masked else []
-                masks += [(dim < true_dim)[None, :]] if dim.size != true_dim else []
-                mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (tile, dim.size)) if masks else None
-                at = pool_index(axes, ref.shape, L=layer, P=page[:, None], C=cell[:, None], K=kv_head, H=dim[None, :])
-                return _load(ref.at[at], mask)
-
-            k = load_tile(k_ref, axes[0], dim, head_dim).astype(q_dtype)
-            scores = dot(q, k, trans_b=True)
-            if not is_scale_all:
-                scores = scores * scale
-            if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
-            if slopes is not None:
-                scores += slopes[:, None] * (position - (length - 1)).astype(jnp.float32)[None, :]
-            if masked:
-                scores = jnp.where(is_live[None, :], scores, -jnp.inf)
-            v = load_tile(v_ref, axes[1], v_dim, v_head_dim).astype(v_dtype)
-            return softmax.update(
-                state, scores, lambda weights: dot(weights.astype(v_dtype), v), unit=unit, masked=masked
-            )
 
         # Share the row's tiles out over its partitions; the one tile that may be partial comes last.
         num_keys = length - begin
@@ -112,11 +74,19 @@ def _fold_kernel(
         first = index * per_partition
         end = jnp.minimum(first + per_partition, num_tiles)
         full_end = jnp.maximum(first, jnp.minimum(end, lax.div(num_keys, np.int32(tile))))
-        state = softmax.init(lane.shape, v_dim.size)
-        state = lax.fori_loop(first, full_end, functools.partial(fold_tile, masked=False), state)
-        state = lax.fori_loop(full_end, end, functools.partial(fold_tile, masked=True), state)
-        out, lse = softmax.finish(state, unit=unit)
-
+        out, lse = walk.fold(
+            q,
+            length - 1,
+            walk.Keys(
+                k_ref, v_ref, k_scales_ref, v_scales_ref, tables_ref, axes, layer_ref[0], row, kv_head, begin, length
+            ),
+            (walk.Stretch(first, full_end, masked=False), walk.Stretch(full_end, end, masked=True)),
+            tile=tile,
+            scale=scale,
+            soft_cap=soft_cap,
+            slopes=slopes,
+            window=None,  # begin heeds it
+        )
         if sinks_ref is not None:  # a sink is counted once: in the first partition
             sink = plgpu.load(sinks_ref.at[head], mask=is_head, other=-jnp.inf).astype(jnp.float32)
             out, lse = softmax.with_sink(out, lse, jnp.where(index == 0, sink, -jnp.inf))
@@ -173,10 +143,10 @@ def _merge_parts(part_out_ref, part_lse_ref, first, count, kv_head, group: int, 
     A lane is one query head of one of the parts at hand; lanes of a head are merged at the end.
     """
     v_head_dim = part_out_ref.shape[2]
-    v_dim = _iota(pl.next_power_of_2(v_head_dim))
+    v_dim = iota(pl.next_power_of_2(v_head_dim))
     heads = pl.next_power_of_2(group)
     parts = max(1, lanes // heads)
-    lane = _iota(parts * heads)
+    lane = iota(parts * heads)
     part, lane_head = lax.div(lane, np.int32(heads)), lax.rem(lane, np.int32(heads))
     head = kv_head * group + lane_head
 
@@ -200,14 +170,9 @@ def _merge_parts(part_out_ref, part_lse_ref, first, count, kv_head, group: int, 
     return out, lse
 
 
-def _load(at, mask):
-    """What lies there, zero where masked; None loads everything without a mask."""
-    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
-
-
 def _store(out_ref, lse_ref, entry, out, lse, kv_head, group: int):
     """Stores a group's output and log-sum-exp; lanes past the group and past the head_dim stay behind."""
-    lane, v_dim = _iota(out.shape[0]), _iota(out.shape[1])
+    lane, v_dim = iota(out.shape[0]), iota(out.shape[1])
     head, is_head = kv_head * group + lane, lane < group
     mask = is_head[:, None] & (v_dim < out_ref.shape[2])[None, :]
     plgpu.store(out_ref.at[entry, head[:, None], v_dim[None, :]], out.astype(out_ref.dtype), mask=mask)
@@ -223,6 +188,8 @@ def paged_decode(
     *,
     layer: int | Int[Array, ""] | None = None,
     layout: str = "NHD",
+    k_scales: Float32[Array, "*L P C K"] | None = None,
+    v_scales: Float32[Array, "*L P C K"] | None = None,
     scale: float | None = None,
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
@@ -241,12 +208,17 @@ def paged_decode(
         k_pages, v_pages: pools stacked over layers, or without `layer` the pools of one, in NHD [P, C, K, H].
         layer: which layer of stacked pools, traced or not.
         layout: order of the pools' axes, one of `layouts.LAYOUTS`.
+        k_scales, v_scales: of one-byte pools, what the values of each token and kv head are multiplied with; in NHD's
+            order in every layout.
         scale: `H ** -0.5` if None.
         num_partitions: partitions of each row; None shares the rows out by their lengths.
         config: how to cut the work; None takes what `config.choose` finds for the device.
         interpret: run on any host, for tests; merges in a second launch.
     """
     axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
+    k_scales, v_scales = (
+        None if scales is None else scales.reshape(-1, *scales.shape[-3:]) for scales in (k_scales, v_scales)
+    )
     rows, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
     scale = float(head_dim**-0.5 if scale is None else scale)
@@ -258,7 +230,7 @@ def paged_decode(
     window = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     num_keys = lengths if window is None else jnp.minimum(lengths, window)
     if num_partitions is None:
-        wanted = configs.num_partitions(config, rows, num_kv_heads, device)
+        wanted = configs.num_partitions(config, num_kv_heads, device)
         partitions = partition.by_length(lengths, partition.ceil_div(num_keys, config.tile), wanted)
     else:
         partitions = partition.evenly(lengths, num_partitions)
@@ -271,6 +243,8 @@ def paged_decode(
         q,
         k_pages,
         v_pages,
+        k_scales,
+        v_scales,
         block_tables,
         sinks,
         alibi_slopes,

@@ -15,14 +15,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import softmax
-from pallas_kernels.layouts import pool_index, pool_sizes, stack_pools
+from pallas_kernels import softmax, walk
+from pallas_kernels.layouts import pool_sizes, stack_pools
 from pallas_kernels.paged_prefill import config as configs
 from pallas_kernels.paged_prefill import query_tiles
-
-_iota = functools.partial(jnp.arange, dtype=jnp.int32)
+from pallas_kernels.walk import iota, load
 
 
 def _kernel(
@@ -32,6 +31,8 @@ def _kernel(
     q_ref,  # [T, N, H]
     k_ref,  # pool of K
     v_ref,  # pool of V
+    k_scales_ref,  # [L, P, C, K] or None
+    v_scales_ref,  # [L, P, C, K] or None
     tables_ref,  # [B, M]
     lengths_ref,  # [B]
     sinks_ref,  # [N] or None
@@ -48,94 +49,63 @@ def _kernel(
     tile: int,
 ):
     kv_head, query_tile = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
-    k_sizes, v_sizes = pool_sizes(axes[0], k_ref.shape), pool_sizes(axes[1], v_ref.shape)
-    page_size, head_dim, v_head_dim = k_sizes["C"], k_sizes["H"], v_sizes["H"]
-    # Products are of one dtype; what differs meets in float32.
-    q_dtype, v_dtype = (q_ref.dtype if ref.dtype == q_ref.dtype else jnp.float32 for ref in (k_ref, v_ref))
-    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if q_dtype == jnp.float32 else None)
+    num_kv_heads, head_dim = (pool_sizes(axes[0], k_ref.shape)[axis] for axis in "KH")
     row, first_token, num_tokens, first_position = (ref[query_tile] for ref in tiles_ref)
 
     # Every array inside has power-of-two sizes: tokens, heads and dims past the end are masked lanes.
-    group = q_ref.shape[1] // k_sizes["K"]
-    lane = _iota(max(16, pl.next_power_of_2(queries * group)))  # matrix units take at least 16 rows
+    group = q_ref.shape[1] // num_kv_heads
+    lane = iota(max(16, pl.next_power_of_2(queries * group)))  # matrix units take at least 16 rows
     offset, head = lax.div(lane, np.int32(group)), kv_head * group + lax.rem(lane, np.int32(group))
     is_query = offset < num_tokens
-    dim, v_dim = _iota(pl.next_power_of_2(head_dim)), _iota(pl.next_power_of_2(v_head_dim))
+    dim = iota(pl.next_power_of_2(head_dim))
 
     @pl.when(num_tokens > 0)
     def fold_query_tile():
         is_row = row < lengths_ref.shape[0]  # not padding
         token, query = first_token + offset, first_position + offset
         last_position = first_position + (num_tokens - 1)
-        q = _load(q_ref.at[token[:, None], head[:, None], dim[None, :]], is_query[:, None] & (dim < head_dim)[None, :])
-        q = q.astype(q_dtype)
-        layer = layer_ref[0]
+        q = load(q_ref.at[token[:, None], head[:, None], dim[None, :]], is_query[:, None] & (dim < head_dim)[None, :])
+        slopes = None if slopes_ref is None else load(slopes_ref.at[head], is_query).astype(jnp.float32)
 
         # Keys that some token of the tile sees: [begin, end).
         end = jnp.where(is_row, jnp.maximum(last_position + 1, 0), 0)
-        begin = 0 if window_ref is None else jnp.clip(first_position + 1 - window_ref[0], 0, end)
-
-        is_scale_all = soft_cap is None and slopes_ref is None and scale > 0
-        unit = scale * softmax.LOG2_E if is_scale_all else softmax.LOG2_E
-        slopes = None if slopes_ref is None else _load(slopes_ref.at[head], is_query).astype(jnp.float32)
-
-        def fold_tile(i, state, *, masked: bool):
-            position = begin + i * tile + _iota(tile)
-            is_live = position < end
-            page = _load(tables_ref.at[row, lax.div(position, np.int32(page_size))], is_live if masked else None)
-            cell = lax.rem(position, np.int32(page_size))
-
-            def load_tile(ref, axes, dim, true_dim):  # dead cells and lanes past the true dim are zero: 0 · NaN is NaN
-                masks = [is_live[:, None]] if masked else []
-                masks += [(dim < true_dim)[None, :]] if dim.size != true_dim else []
-                mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (tile, dim.size)) if masks else None
-                at = pool_index(axes, ref.shape, L=layer, P=page[:, None], C=cell[:, None], K=kv_head, H=dim[None, :])
-                return _load(ref.at[at], mask)
-
-            k = load_tile(k_ref, axes[0], dim, head_dim).astype(q_dtype)
-            scores = dot(q, k, trans_b=True)
-            if not is_scale_all:
-                scores = scores * scale
-            if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
-            distance = position[None, :] - query[:, None]
-            if slopes is not None:
-                scores += slopes[:, None] * distance.astype(jnp.float32)
-            if masked:
-                is_visible = is_live[None, :] & (distance <= 0)
-                if window_ref is not None:
-                    is_visible &= distance > -window_ref[0]
-                scores = jnp.where(is_visible, scores, -jnp.inf)
-            v = load_tile(v_ref, axes[1], v_dim, v_head_dim).astype(v_dtype)
-            return softmax.update(
-                state, scores, lambda weights: dot(weights.astype(v_dtype), v), unit=unit, masked=masked
-            )
+        window = None if window_ref is None else window_ref[0]
+        begin = 0 if window is None else jnp.clip(first_position + 1 - window, 0, end)
 
         # Tiles that every token sees whole lie between those where a window begins and those of the tokens' own keys.
         num_tiles = lax.div(end - begin + (tile - 1), np.int32(tile))
         full_end = lax.div(jnp.clip(first_position + 1 - begin, 0, end - begin), np.int32(tile))
-        state = softmax.init(lane.shape, v_dim.size)
-        full_first = jnp.int32(0)
-        if window_ref is not None:
-            behind = jnp.maximum(last_position + 1 - window_ref[0] - begin, 0)  # keys that the last token sees no more
+        full_first, stretches = jnp.int32(0), ()
+        if window is not None:
+            behind = jnp.maximum(last_position + 1 - window - begin, 0)  # keys that the last token sees no more
             full_first = jnp.minimum(lax.div(behind + (tile - 1), np.int32(tile)), num_tiles)
-            state = lax.fori_loop(jnp.int32(0), full_first, functools.partial(fold_tile, masked=True), state)
             full_end = jnp.maximum(full_end, full_first)
-        state = lax.fori_loop(full_first, full_end, functools.partial(fold_tile, masked=False), state)
-        state = lax.fori_loop(full_end, num_tiles, functools.partial(fold_tile, masked=True), state)
-        out, lse = softmax.finish(state, unit=unit)
+            stretches = (walk.Stretch(jnp.int32(0), full_first, masked=True),)
+        out, lse = walk.fold(
+            q,
+            query,
+            walk.Keys(
+                k_ref, v_ref, k_scales_ref, v_scales_ref, tables_ref, axes, layer_ref[0], row, kv_head, begin, end
+            ),
+            (
+                *stretches,
+                walk.Stretch(full_first, full_end, masked=False),
+                walk.Stretch(full_end, num_tiles, masked=True),
+            ),
+            tile=tile,
+            scale=scale,
+            soft_cap=soft_cap,
+            slopes=slopes,
+            window=window,
+        )
         if sinks_ref is not None:  # padding has none
             sink = plgpu.load(sinks_ref.at[head], mask=is_query, other=-jnp.inf).astype(jnp.float32)
             out, lse = softmax.with_sink(out, lse, jnp.where(is_row, sink, -jnp.inf))
 
-        mask = is_query[:, None] & (v_dim < v_head_dim)[None, :]
+        v_dim = iota(out.shape[1])
+        mask = is_query[:, None] & (v_dim < out_ref.shape[2])[None, :]
         plgpu.store(out_ref.at[token[:, None], head[:, None], v_dim[None, :]], out.astype(out_ref.dtype), mask=mask)
         plgpu.store(lse_ref.at[token, head], lse, mask=is_query)
-
-
-def _load(at, mask):
-    """What lies there, zero where masked; None loads everything without a mask."""
-    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
 
 
 def paged_prefill(
@@ -148,6 +118,8 @@ def paged_prefill(
     *,
     layer: int | Int[Array, ""] | None = None,
     layout: str = "NHD",
+    k_scales: Float32[Array, "*L P C K"] | None = None,
+    v_scales: Float32[Array, "*L P C K"] | None = None,
     scale: float | None = None,
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
@@ -167,6 +139,9 @@ def paged_prefill(
         interpret: run on any host, for tests.
     """
     axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
+    k_scales, v_scales = (
+        None if scales is None else scales.reshape(-1, *scales.shape[-3:]) for scales in (k_scales, v_scales)
+    )
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
     if config is None:
@@ -196,6 +171,8 @@ def paged_prefill(
         q,
         k_pages,
         v_pages,
+        k_scales,
+        v_scales,
         block_tables,
         lengths,
         sinks,

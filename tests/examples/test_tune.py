@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 from benchmarks import tune
-from benchmarks.decode import Problem, Run
+from benchmarks.decode import Chain, Problem, Run
 
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
 from pallas_kernels.paged_decode import config as configs
@@ -39,14 +39,15 @@ def compiled(monkeypatch):
             raise ValueError("out of shared memory")
         return q + 1 if config.tile == WRONG.tile else q
 
-    def compile_chain(attend, operands, layers, setting, expected):  # noqa: ARG001
-        attend = attend.__wrapped__  # without jit, which would cost more than all the rest
-        config = attend.keywords["config"]
-        compiled.append(config)
-        return Run(config, 1, operands, 1, setting, float(np.abs(attend(*operands, 0) - expected).max()))
+    def compile_chains(wanted):
+        compiled.extend(attend.keywords["config"] for attend, _, _ in wanted)
+        return [Chain(attend, 1) for attend, _, _ in wanted]
 
-    def seconds_per_call(config, operands, calls):  # noqa: ARG001
-        return MICROSECONDS.get(config, 5.0) / 1e6
+    def start(chain, operands, setting, expected):
+        return Run(chain, operands, 1, setting, float(np.abs(chain.run(*operands, 0) - expected).max()))
+
+    def seconds_per_call(attend, operands, calls):  # noqa: ARG001
+        return MICROSECONDS.get(attend.keywords["config"], 5.0) / 1e6
 
     monkeypatch.setattr(configs, "candidates", lambda *_: GRID)
     monkeypatch.setattr(tune, "attend_configured", attend)
@@ -57,7 +58,8 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(tune, "make_problem", make_problem)
     monkeypatch.setattr(tune, "reference", lambda problem: problem.q)
-    monkeypatch.setattr(tune, "compile_chain", compile_chain)
+    monkeypatch.setattr(tune, "compile_chains", compile_chains)
+    monkeypatch.setattr(tune, "start", start)
     monkeypatch.setattr(tune, "seconds_per_call", seconds_per_call)
     monkeypatch.setattr(tune, "DECODE_CASES", CASES)
     return compiled

@@ -1,0 +1,177 @@
+"""A walk over the keys of one row, which the kernels share: tiles are looked up, loaded, scored and folded."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels import softmax
+from pallas_kernels.layouts import pool_index, pool_sizes
+
+iota = functools.partial(jnp.arange, dtype=jnp.int32)
+
+_QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
+_SHORTEST_RUN = 8  # 16 bytes of two-byte values, what one thread loads at once
+
+
+class Keys(NamedTuple):
+    """The keys and values of one row and kv head, for the walk over positions [begin, end)."""
+
+    k_ref: Any  # pool of K
+    v_ref: Any  # pool of V
+    k_scales_ref: Any  # [L, P, C, K] or None
+    v_scales_ref: Any
+    tables_ref: Any  # [B, M]
+    axes: tuple[str, str]  # of the pools
+    layer: Int32[Array, ""]
+    row: Int32[Array, ""]
+    kv_head: Int32[Array, ""]
+    begin: int | Int32[Array, ""]
+    end: Int32[Array, ""]
+
+
+class Stretch(NamedTuple):
+    """Tiles [first, end) of a walk, whose queries may be blind to some of their keys if they are masked."""
+
+    first: int | Int32[Array, ""]
+    end: int | Int32[Array, ""]
+    masked: bool
+
+
+def fold(
+    q: Array,  # [Q, dim], lanes past the head_dim zero
+    query: Int32[Array, "..."],  # position of each query, [Q] or [] for one of all
+    keys: Keys,
+    stretches: tuple[Stretch, ...],
+    *,
+    tile: int,
+    scale: float,
+    soft_cap: float | None,
+    slopes: Float32[Array, " Q"] | None,
+    window: Int32[Array, ""] | None,
+) -> tuple[Float32[Array, "Q v_dim"], Float32[Array, " Q"]]:
+    """The normalised output and log-sum-exp of queries over the tiles of `stretches`.
+
+    Tile i holds the keys from `begin + i * tile` on. In a stretch that is not masked, every query sees every key. Dims
+    are powers of two; those of the output past V's head_dim are zero.
+    """
+    page_size, v_head_dim = (pool_sizes(keys.axes[1], keys.v_ref.shape)[axis] for axis in "CH")
+    v_lanes = pl.next_power_of_2(v_head_dim)
+    run = math.gcd(tile, page_size)  # cells of one page that lie together in a tile, as long as the walk begins at 0
+    is_in_runs = keys.axes[1].endswith("C") and run >= _SHORTEST_RUN and isinstance(keys.begin, int)
+    k_dtype, v_dtype = (_product_dtype(q.dtype, ref.dtype) for ref in (keys.k_ref, keys.v_ref))
+    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if k_dtype == jnp.float32 else None)
+    q = q.astype(k_dtype)
+    # A positive scale that is all that happens to a score goes into the softmax's unit instead of every score.
+    is_scale_all = soft_cap is None and slopes is None and scale > 0
+    unit = scale * softmax.LOG2_E if is_scale_all else softmax.LOG2_E
+
+    def fold_tile(i, state, *, masked: bool):
+        position = keys.begin + i * tile + iota(tile)
+        is_live = position < keys.end if masked else None
+        page = load(keys.tables_ref.at[keys.row, lax.div(position, np.int32(page_size))], is_live)
+        cell = lax.rem(position, np.int32(page_size))
+        load_k = _load_pieces if keys.axes[0].endswith("x") else _load_heads
+        k = load_k(keys, keys.k_ref, keys.axes[0], page, cell, is_live, q.shape[1])
+        scores = dot(q, k.astype(k_dtype), trans_b=True)
+        if keys.k_scales_ref is not None:
+            scores *= _load_scales(keys, keys.k_scales_ref, page, cell, is_live)[None, :]
+        if not is_scale_all:
+            scores = scores * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        distance = position[None, :] - query.reshape(-1, 1)
+        if slopes is not None:
+            scores += slopes[:, None] * distance.astype(jnp.float32)
+        if is_live is not None:
+            is_visible = is_live[None, :] & (distance <= 0)
+            if window is not None:
+                is_visible &= distance > -window
+            scores = jnp.where(is_visible, scores, -jnp.inf)
+
+        def weigh(weights):
+            if keys.v_scales_ref is not None:
+                weights *= _load_scales(keys, keys.v_scales_ref, page, cell, is_live)[None, :]
+            return dot(weights.astype(v_dtype), v.astype(v_dtype))
+
+        if is_in_runs:
+            v = _load_runs(keys, keys.v_ref, keys.axes[1], i * tile, tile, run, v_lanes, masked=masked)
+        else:
+            v = _load_heads(keys, keys.v_ref, keys.axes[1], page, cell, is_live, v_lanes)
+        return softmax.update(state, scores, weigh, unit=unit, masked=masked)
+
+    state = softmax.init(q.shape[:1], v_lanes)
+    for first, end, masked in stretches:
+        state = lax.fori_loop(first, end, functools.partial(fold_tile, masked=masked), state)
+    return softmax.finish(state, unit=unit)
+
+
+def load(at, mask):
+    """What lies there, zero where masked; None loads everything without a mask."""
+    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
+
+
+def _product_dtype(q_dtype, pool_dtype):
+    """Products are of one dtype. Quantised values are exact in any other; what differs else meets in float32."""
+    return q_dtype if pool_dtype == q_dtype or pool_dtype.name in _QUANTISED else jnp.dtype("float32")
+
+
+def _load_heads(keys: Keys, ref, axes: str, page, cell, is_live, lanes: int):
+    """[tile, dim]: the head's part of each token; zero in dead cells, as 0 · NaN is NaN, and past the head_dim."""
+    head_dim, dim = pool_sizes(axes, ref.shape)["H"], iota(lanes)
+    mask = _all_of(
+        (page.size, lanes),
+        None if is_live is None else is_live[:, None],
+        None if lanes == head_dim else (dim < head_dim)[None, :],
+    )
+    at = pool_index(axes, ref.shape, L=keys.layer, P=page[:, None], C=cell[:, None], K=keys.kv_head, H=dim[None, :])
+    return load(ref.at[at], mask)
+
+
+def _load_pieces(keys: Keys, ref, axes: str, page, cell, is_live, lanes: int):
+    """As `_load_heads`, where an `x` axis is last: in memory's order, pieces of neighbouring tokens together."""
+    head_dim, x = pool_sizes(axes, ref.shape)["H"], ref.shape[-1]
+    dim = x * iota(lanes // x)[:, None, None] + iota(x)[None, None, :]
+    mask = _all_of(
+        (lanes // x, page.size, x),
+        None if is_live is None else is_live[None, :, None],
+        None if lanes == head_dim else dim < head_dim,
+    )
+    page, cell = page[None, :, None], cell[None, :, None]
+    at = pool_index(axes, ref.shape, L=keys.layer, P=page, C=cell, K=keys.kv_head, H=dim)
+    return load(ref.at[at], mask).transpose(1, 0, 2).reshape(page.size, lanes)
+
+
+def _load_runs(keys: Keys, ref, axes: str, first, tile: int, run: int, lanes: int, *, masked: bool):
+    """As `_load_heads`, where cells are the last axis: in memory's order, runs of cells that one page holds."""
+    sizes, dim = pool_sizes(axes, ref.shape), iota(lanes)
+    start = first + run * iota(tile // run)
+    block, cell = lax.div(start, np.int32(sizes["C"])), lax.rem(start, np.int32(sizes["C"]))
+    page = load(keys.tables_ref.at[keys.row, block], start < keys.end if masked else None)
+    cell, position = (array[:, None, None] + iota(run)[None, None, :] for array in (cell, start))
+    mask = _all_of(
+        (tile // run, lanes, run),
+        position < keys.end if masked else None,
+        None if lanes == sizes["H"] else (dim < sizes["H"])[None, :, None],
+    )
+    page, dim = page[:, None, None], dim[None, :, None]
+    at = pool_index(axes, ref.shape, L=keys.layer, P=page, C=cell, K=keys.kv_head, H=dim)
+    return load(ref.at[at], mask).transpose(0, 2, 1).reshape(tile, lanes)
+
+
+def _load_scales(keys: Keys, ref, page, cell, is_live):
+    """[tile]: what each token's quantised values are to be multiplied with; zero for dead cells."""
+    return load(ref.at[keys.layer, page, cell, keys.kv_head], is_live)
+
+
+def _all_of(shape: tuple[int, ...], *masks):
+    masks = [jnp.broadcast_to(mask, shape) for mask in masks if mask is not None]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
