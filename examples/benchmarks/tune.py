@@ -39,8 +39,9 @@ from benchmarks.decode import (
 )
 from benchmarks.environment import describe
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
+from pallas_kernels.device import Device, current_device
 from pallas_kernels.paged_decode import config as configs
-from pallas_kernels.paged_decode.config import Config, Device, Shape
+from pallas_kernels.paged_decode.config import Config, Shape
 
 _FINALISTS = 2  # kernels that are tried with every number of programs
 _SECONDS_PER_COMPILATION = 0.7  # about, on 16 cores, to tell how long it will take
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
 
     deadline = time.monotonic() + args.seconds
-    device = configs.current_device()
+    device = current_device()
     out = args.out or Path(str(configs.TUNED), configs.file_name(device.kind))
     results = load(out)
     done = {Shape(**entry["shape"]) for entry in results["entries"]}

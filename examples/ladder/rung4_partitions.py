@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import softmax
+from pallas_kernels.device import INTERPRETED, current_device
 from pallas_kernels.paged_decode import config
 
 TILE, WARPS, STAGES = 64, 2, 4
@@ -43,7 +44,7 @@ def paged_decode(
 ) -> Float[Array, "B N H"]:
     """Attention of each row's last token over the row's pages."""
     (rows, num_heads, head_dim), num_kv_heads = q.shape, k_pages.shape[2]
-    device = config.INTERPRETED if interpret else config.current_device()
+    device = INTERPRETED if interpret else current_device()
     wanted = config.num_partitions(config.Config(TILE, WARPS, STAGES, PROGRAMS), num_kv_heads, device)
     parts = cut(lengths, wanted)
     num_parts = parts.row.size

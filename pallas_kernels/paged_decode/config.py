@@ -11,29 +11,15 @@ import math
 import re
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import Device
 from pallas_kernels.layouts import LAYOUTS
 
 TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a file for each kind of device
 
 _RESIDENT = 4  # programs on a processor at a time: so many hide the latency of memory from each other
 _PARTITIONS_PER_ROW = 1.45  # of many rows: at 1.5 those of mean length would be cut in two, at 1 long ones would last
-
-# By compute capability, from the CUDA programming guide; 64 for others, as an AMD compute unit has.
-_SHARED_MEMORY_KIB = {"8.0": 164, "8.6": 100, "8.7": 164, "8.9": 100, "9.0": 228, "10.0": 228, "10.3": 228, "12.0": 100}
-
-
-class Device(NamedTuple):
-    """What a choice depends on."""
-
-    processors: int
-    shared_memory: int  # bytes for each processor
-    kind: str = ""  # its name, under which it was tuned
-
-
-INTERPRETED = Device(processors=2, shared_memory=164 << 10)  # every program costs time there
 
 
 class Shape(NamedTuple):
@@ -147,12 +133,3 @@ def _token_bytes(shape: Shape) -> int:
 def num_partitions(config: Config, num_kv_heads: int, device: Device) -> int:
     """Partitions wanted over all rows: so many that the programs of all kv heads are as many as the config says."""
     return max(1, config.programs_per_processor * device.processors // num_kv_heads)
-
-
-def current_device() -> Device:
-    """The GPU at hand; where there is none, as in lowering for one from another host, a middling one."""
-    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
-    if not gpus:
-        return Device(processors=108, shared_memory=164 << 10)
-    capability = str(getattr(gpus[0], "compute_capability", ""))
-    return Device(gpus[0].core_count, _SHARED_MEMORY_KIB.get(capability, 64) << 10, gpus[0].device_kind)

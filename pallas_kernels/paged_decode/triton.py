@@ -17,10 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import softmax, walk
+from pallas_kernels import partition, parts, softmax, walk
+from pallas_kernels.device import INTERPRETED, current_device
 from pallas_kernels.layouts import pool_sizes, stack_pools
 from pallas_kernels.paged_decode import config as configs
-from pallas_kernels.paged_decode import partition
+from pallas_kernels.parts import Part
 from pallas_kernels.walk import iota, load
 
 
@@ -91,25 +92,9 @@ def _fold_kernel(
             sink = plgpu.load(sinks_ref.at[head], mask=is_head, other=-jnp.inf).astype(jnp.float32)
             out, lse = softmax.with_sink(out, lse, jnp.where(index == 0, sink, -jnp.inf))
 
-        @pl.when(count == 1)
-        def store_row():
-            _store(out_ref, lse_ref, row, out, lse, kv_head, group)
-
-        @pl.when(count > 1)
-        def store_part():
-            _store(part_out_ref, part_lse_ref, entry, out, lse, kv_head, group)
-            if arrivals_ref is None:
-                return
-            plgpu.debug_barrier()  # all of the part is stored before its arrival is announced
-            arrived = plgpu.atomic_add(arrivals_ref, (row, kv_head), jnp.int32(1))
-
-            @pl.when(arrived == count - 1)
-            def merge():
-                first = entry - index
-                merged = _merge_parts(
-                    part_out_ref, part_lse_ref, first, count, kv_head, group, lanes=lane.size, volatile=True
-                )
-                _store(out_ref, lse_ref, row, *merged, kv_head, group)
+        part = Part(part_out_ref, part_lse_ref, entry, index, count, kv_head, group)
+        store_row = functools.partial(_store_row, out_ref, lse_ref, row, kv_head, group)
+        parts.settle(part, out, lse, arrivals_ref, row, store_row)
 
 
 def _merge_kernel(
@@ -133,50 +118,12 @@ def _merge_kernel(
 
     @pl.when((index == 0) & (count > 1))
     def merge():
-        merged = _merge_parts(part_out_ref, part_lse_ref, entry, count, kv_head, group, lanes=16, volatile=False)
-        _store(out_ref, lse_ref, row, *merged, kv_head, group)
+        part = Part(part_out_ref, part_lse_ref, entry, index, count, kv_head, group)
+        _store_row(out_ref, lse_ref, row, kv_head, group, *parts.merge(part, lanes=16, volatile=False))
 
 
-def _merge_parts(part_out_ref, part_lse_ref, first, count, kv_head, group: int, *, lanes: int, volatile: bool):
-    """Joins the `count` parts of a row from entry `first` on: an online softmax whose keys are the parts.
-
-    A lane is one query head of one of the parts at hand; lanes of a head are merged at the end.
-    """
-    v_head_dim = part_out_ref.shape[2]
-    v_dim = iota(pl.next_power_of_2(v_head_dim))
-    heads = pl.next_power_of_2(group)
-    parts = max(1, lanes // heads)
-    lane = iota(parts * heads)
-    part, lane_head = lax.div(lane, np.int32(heads)), lax.rem(lane, np.int32(heads))
-    head = kv_head * group + lane_head
-
-    def fold_parts(i, state):
-        index = i * parts + part
-        is_part = (index < count) & (lane_head < group)
-        entry = first + index
-        lse = plgpu.load(part_lse_ref.at[entry, head], mask=is_part, other=-jnp.inf, volatile=volatile)
-        out = plgpu.load(
-            part_out_ref.at[entry[:, None], head[:, None], v_dim[None, :]],
-            mask=is_part[:, None] & (v_dim < v_head_dim)[None, :],
-            other=0,
-            volatile=volatile,
-        )
-        return softmax.update(state, lse[:, None], lambda weights: weights * out, unit=softmax.LOG2_E, masked=True)
-
-    state = lax.fori_loop(0, partition.ceil_div(count, parts), fold_parts, softmax.init(lane.shape, v_dim.size))
-    out, lse = softmax.finish(state, unit=softmax.LOG2_E)
-    if parts > 1:
-        out, lse = softmax.merge(out.reshape(parts, heads, v_dim.size), lse.reshape(parts, heads))
-    return out, lse
-
-
-def _store(out_ref, lse_ref, entry, out, lse, kv_head, group: int):
-    """Stores a group's output and log-sum-exp; lanes past the group and past the head_dim stay behind."""
-    lane, v_dim = iota(out.shape[0]), iota(out.shape[1])
-    head, is_head = kv_head * group + lane, lane < group
-    mask = is_head[:, None] & (v_dim < out_ref.shape[2])[None, :]
-    plgpu.store(out_ref.at[entry, head[:, None], v_dim[None, :]], out.astype(out_ref.dtype), mask=mask)
-    plgpu.store(lse_ref.at[entry, head], lse, mask=is_head)
+def _store_row(out_ref, lse_ref, row, kv_head, group: int, out, lse):
+    parts.store(out_ref, lse_ref, row, out, lse, kv_head, group)
 
 
 def paged_decode(
@@ -222,7 +169,7 @@ def paged_decode(
     rows, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
     scale = float(head_dim**-0.5 if scale is None else scale)
-    device = configs.INTERPRETED if interpret else configs.current_device()
+    device = INTERPRETED if interpret else current_device()
     group, kv_rows = num_heads // num_kv_heads, rows * num_kv_heads
     shape = configs.Shape(group, head_dim, v_head_dim, q.dtype.name, k_pages.dtype.name, layout, kv_rows)
     config = configs.choose(config, shape, device)
@@ -261,7 +208,7 @@ def paged_decode(
     if arrivals is not None:
         aliases = {len(jax.tree.leaves(inputs)) - 1: len(out_shape)}
         out_shape.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
-    out, lse, *parts = pl.pallas_call(
+    out, lse, *of_parts = pl.pallas_call(
         functools.partial(_fold_kernel, axes=axes, scale=scale, soft_cap=soft_cap, tile=config.tile),
         grid=(num_kv_heads, entries),
         out_shape=out_shape,
@@ -271,7 +218,7 @@ def paged_decode(
         name="paged_decode",
     )(*inputs)
     if arrivals is None:
-        inputs = (partitions, *parts, out, lse)
+        inputs = (partitions, *of_parts, out, lse)
         last = len(jax.tree.leaves(inputs)) - 1
         out, lse = pl.pallas_call(
             functools.partial(_merge_kernel, num_kv_heads=num_kv_heads),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 
 class QueryTiles(NamedTuple):
@@ -47,3 +47,14 @@ def cut(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"], num_toke
         num_tokens=jnp.clip(of_row(counts) - offset, 0, queries),
         first_position=of_row(positions) + offset,
     )
+
+
+def visible(
+    first_position: Int32[Array, "..."],
+    num_tokens: Int32[Array, "..."],
+    is_row: Bool[Array, "..."],
+    window: Int32[Array, ""] | None,
+) -> tuple[int | Int32[Array, "..."], Int32[Array, "..."]]:
+    """The keys [begin, end) that some token of a tile sees; none if it is of no row."""
+    end = jnp.where(is_row, jnp.maximum(first_position + num_tokens, 0), 0)
+    return 0 if window is None else jnp.clip(first_position + 1 - window, 0, end), end

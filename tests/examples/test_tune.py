@@ -10,6 +10,7 @@ from benchmarks import tune
 from benchmarks.decode import Chain, Problem, Run
 
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
+from pallas_kernels.device import current_device
 from pallas_kernels.paged_decode import config as configs
 from pallas_kernels.paged_decode.config import Config, Shape
 
@@ -76,7 +77,7 @@ def test_it_keeps_the_fastest_that_is_right_and_the_library_reads_it(monkeypatch
     assert first["microseconds"] == {"short": 2.0, "long": 2.0}
     assert first["heuristic_microseconds"] == {"short": 4.0, "long": 4.0}
     assert second["microseconds"].keys() == {"other"}
-    device = configs.current_device()._replace(kind="a GPU")
+    device = current_device()._replace(kind="a GPU")
     assert configs.choose(None, SHAPE, device) == FASTEST
     configs.tuned.cache_clear()
 

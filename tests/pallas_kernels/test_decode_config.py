@@ -12,6 +12,7 @@ from test_lowering import DIMS, DTYPES, HEADS, LAYOUTS
 
 from pallas_kernels import paged_decode
 from pallas_kernels.cases import DECODE_CASES
+from pallas_kernels.device import INTERPRETED
 from pallas_kernels.layouts import LAYOUTS as AXES
 from pallas_kernels.layouts import pool_shape
 from pallas_kernels.paged_decode import config
@@ -112,7 +113,7 @@ def test_the_caller_comes_first_then_what_is_tuned_then_the_heuristic():
     own = Config(16, 1, 2)
     assert choose(own, LLAMA, TUNED) == own
     assert choose(None, LLAMA, TUNED) == NEAR
-    for stranger in (TUNED._replace(kind="another"), TUNED._replace(kind=""), config.INTERPRETED):
+    for stranger in (TUNED._replace(kind="another"), TUNED._replace(kind=""), INTERPRETED):
         assert choose(None, LLAMA, stranger) == config.heuristic(LLAMA, stranger)
 
 
@@ -181,4 +182,4 @@ def test_the_kernel_runs_with_what_is_chosen(monkeypatch):
     )
     table, lengths = jax.ShapeDtypeStruct((3, 1), "int32"), jax.ShapeDtypeStruct((3,), "int32")
     jax.eval_shape(functools.partial(paged_decode, layout="HND", interpret=True), q, k, v, table, lengths)
-    assert asked == [(None, Shape(4, 32, 64, "bfloat16", "float32", "HND", 6), config.INTERPRETED)]
+    assert asked == [(None, Shape(4, 32, 64, "bfloat16", "float32", "HND", 6), INTERPRETED)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_decode import partition
+from pallas_kernels import partition
 
 LENGTH = st.one_of(st.just(0), st.integers(1, 40), st.integers(1, 100_000))
 TILE = 16

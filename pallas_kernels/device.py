@@ -1,0 +1,30 @@
+"""The device that a kernel will run on, as far as a choice of configuration depends on it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+# By compute capability, from the CUDA programming guide; 64 for others, as an AMD compute unit has.
+_SHARED_MEMORY_KIB = {"8.0": 164, "8.6": 100, "8.7": 164, "8.9": 100, "9.0": 228, "10.0": 228, "10.3": 228, "12.0": 100}
+
+
+class Device(NamedTuple):
+    """What a choice depends on."""
+
+    processors: int
+    shared_memory: int  # bytes for each processor
+    kind: str = ""  # its name, under which it was tuned
+
+
+INTERPRETED = Device(processors=2, shared_memory=164 << 10)  # every program costs time there
+
+
+def current_device() -> Device:
+    """The GPU at hand; where there is none, as in lowering for one from another host, a middling one."""
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    if not gpus:
+        return Device(processors=108, shared_memory=164 << 10)
+    capability = str(getattr(gpus[0], "compute_capability", ""))
+    return Device(gpus[0].core_count, _SHARED_MEMORY_KIB.get(capability, 64) << 10, gpus[0].device_kind)

@@ -1,0 +1,98 @@
+"""Parts of one softmax that different programs fold: stored apart, and merged by whichever of them finishes last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels import partition, softmax
+from pallas_kernels.walk import iota
+
+
+class Part(NamedTuple):
+    """The part that a program folds: the `index`-th of `count`, whose entries lie side by side."""
+
+    out_ref: Any  # [R, K * width, Hv] float32: the normalised outputs of all parts
+    lse_ref: Any  # [R, K * width]
+    entry: Int32[Array, ""]
+    index: Int32[Array, ""]
+    count: Int32[Array, ""]
+    kv_head: Int32[Array, ""]
+    width: int  # queries that share the kv head
+
+
+def settle(
+    part: Part,
+    out: Float32[Array, "Q v_dim"],
+    lse: Float32[Array, " Q"],
+    arrivals_ref: Any,  # [owners, K] parts that are done, zeros at first; None: another launch merges
+    owner: Int32[Array, ""],
+    store_whole: Callable[[Float32[Array, "Q v_dim"], Float32[Array, " Q"]], None],
+) -> None:
+    """Stores a softmax of one part as it is; or a part of it and, if all others are there, the whole."""
+
+    @pl.when(part.count == 1)
+    def store_only_part():
+        store_whole(out, lse)
+
+    @pl.when(part.count > 1)
+    def store_part():
+        store(part.out_ref, part.lse_ref, part.entry, out, lse, part.kv_head, part.width)
+        if arrivals_ref is None:
+            return
+        plgpu.debug_barrier()  # all of the part is stored before its arrival is announced
+        arrived = plgpu.atomic_add(arrivals_ref, (owner, part.kv_head), jnp.int32(1))
+
+        @pl.when(arrived == part.count - 1)
+        def merge_all():
+            store_whole(*merge(part, lanes=lse.size, volatile=True))
+
+
+def merge(part: Part, *, lanes: int, volatile: bool) -> tuple[Float32[Array, "Q v_dim"], Float32[Array, " Q"]]:
+    """Joins all parts: an online softmax whose keys are the parts.
+
+    A lane is one query of one of the parts at hand; lanes of a query are merged at the end.
+    """
+    v_head_dim, width = part.out_ref.shape[2], part.width
+    v_dim = iota(pl.next_power_of_2(v_head_dim))
+    queries = pl.next_power_of_2(width)
+    at_a_time = max(1, lanes // queries)
+    lane = iota(at_a_time * queries)
+    which, query = lax.div(lane, np.int32(queries)), lax.rem(lane, np.int32(queries))
+    column = part.kv_head * width + query
+
+    def fold_parts(i, state):
+        index = i * at_a_time + which
+        is_part = (index < part.count) & (query < width)
+        entry = part.entry - part.index + index
+        lse = plgpu.load(part.lse_ref.at[entry, column], mask=is_part, other=-jnp.inf, volatile=volatile)
+        out = plgpu.load(
+            part.out_ref.at[entry[:, None], column[:, None], v_dim[None, :]],
+            mask=is_part[:, None] & (v_dim < v_head_dim)[None, :],
+            other=0,
+            volatile=volatile,
+        )
+        return softmax.update(state, lse[:, None], lambda weights: weights * out, unit=softmax.LOG2_E, masked=True)
+
+    turns = partition.ceil_div(part.count, at_a_time)
+    state = lax.fori_loop(0, turns, fold_parts, softmax.init(lane.shape, v_dim.size))
+    out, lse = softmax.finish(state, unit=softmax.LOG2_E)
+    if at_a_time > 1:
+        out, lse = softmax.merge(out.reshape(at_a_time, queries, v_dim.size), lse.reshape(at_a_time, queries))
+    return out, lse
+
+
+def store(out_ref, lse_ref, entry, out, lse, kv_head, width: int) -> None:
+    """Stores what belongs to one kv head; lanes past its queries and past the head_dim stay behind."""
+    lane, v_dim = iota(out.shape[0]), iota(out.shape[1])
+    column, is_query = kv_head * width + lane, lane < width
+    mask = is_query[:, None] & (v_dim < out_ref.shape[2])[None, :]
+    plgpu.store(out_ref.at[entry, column[:, None], v_dim[None, :]], out.astype(out_ref.dtype), mask=mask)
+    plgpu.store(lse_ref.at[entry, column], lse, mask=is_query)
