@@ -1,6 +1,7 @@
 """Generate text with a real language model through a paged KV cache.
 
     python examples/generate.py "What is gravity? Answer in one sentence."
+    python examples/generate.py --model path/to/Qwen3-0.6B "What is gravity?"
 
 The answer goes to standard output, everything else to standard error. On first use the default model,
 SmolLM2-135M-Instruct, is fetched into a cache folder.
@@ -10,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import math
 import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +29,17 @@ import psutil
 from rich.console import Console
 from rich.progress import track
 
-from decoder.chat import render_chat
+from decoder.arguments import choose_sampler, parse_arguments, read_prompts
+from decoder.config import ModelConfig
+from decoder.dense import generate_dense
 from decoder.fetch import FetchError, default_cache_dir, fetch_smollm2
-from decoder.gguf import GGUFFile, open_gguf
-from decoder.load import load_decoder, read_config
-from decoder.model import Decoder, DecoderConfig, generate, prefill
+from decoder.load import load_decoder
+from decoder.model import Decoder, generate, prefill
+from decoder.pretrained import Pretrained, open_pretrained
+from decoder.shapes import parameter_shapes
 from decoder.show import show_table
-from decoder.stream import OrderedStream
-from decoder.tokenizer import build_tokenizer, special_ids
-from paged_jax import BlockTable, OutOfPages, PagedCache, Sampler, greedy
+from decoder.stream import OrderedStream, Writer, id_writer, text_writer
+from paged_jax import BlockTable, OutOfPages, PagedCache, greedy
 
 _TOKENS_PER_CALL = 16  # decoded, at most, between two writes to the stream
 _PREFILL_BUCKET = 64  # prompts are padded to a multiple, so that few lengths compile anew
@@ -51,14 +56,21 @@ class Pool:
     page_bytes: int  # all layers, K and V
 
 
+class DenseMismatch(RuntimeError):
+    """A token differs between the paged and the dense cache."""
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(argv)
+    args = parse_arguments(argv, (__doc__ or "").split("\n\n")[0])
     # The lowering of the GPU kernel still works; its end is announced for a later JAX.
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     try:
         run(args, Console(stderr=True, highlight=False))
     except OutOfPages as problem:
         print(f"generate.py: error: {problem}. Give it more --num-pages or fewer --max-tokens.", file=sys.stderr)
+        return 1
+    except DenseMismatch as problem:
+        print(f"generate.py: error: {problem}", file=sys.stderr)
         return 1
     except (ValueError, NotImplementedError, FetchError, OSError) as problem:
         print(f"generate.py: error: {problem}", file=sys.stderr)
@@ -70,41 +82,70 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, notes: Console) -> None:
     """Prompts → tokens → pages → answers. All that can be refused is refused before the weights are read."""
-    texts = read_prompts(args)
-    file = open_gguf(args.model or fetch_smollm2())
-    config, tokenizer, special = read_config(file), build_tokenizer(file.metadata), special_ids(file.metadata)
-    if not args.raw:
-        rendered = [render_chat(file.metadata, [{"role": "user", "content": text}]) for text in texts]
-    else:
-        rendered = texts
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in rendered]
-    if args.raw and special.add_bos:
-        if special.bos is None:
-            raise ValueError(
-                f"{file.path}: expected a bos token, which the model wants first, got none in its metadata"
-            )
-        prompts = [[special.bos, *prompt] for prompt in prompts]
-    if tokenizer.get_vocab_size() > config.vocab_size:
-        raise ValueError(
-            f"{file.path}: expected an embedding for each of the tokenizer's {tokenizer.get_vocab_size()} tokens, "
-            f"got {config.vocab_size}"
-        )
-    sample = Sampler(args.temperature, args.top_k, args.top_p) if args.temperature > 0 else greedy
+    texts = [] if args.token_ids else read_prompts(args)
+    if args.model is None:
+        choose_sampler(args, None)  # the default model's files say nothing of it: refused before they are fetched
+    pretrained = open_pretrained(args.model or fetch_smollm2())
+    prompts, titles, new_writer = encode(args, pretrained, texts)
+    sampler = choose_sampler(args, pretrained.sampler)
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    pool = plan_pool(args, file, config, prompts, dtype)
+    config = pretrained.config.serving(max(map(len, prompts)) + args.max_tokens)
+    pool = plan_pool(args, config, prompts, dtype)
 
     jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
     is_quiet = not notes.is_terminal
     model = load_decoder(
-        file, dtype, track=lambda names: track(names, "Loading", console=notes, transient=True, disable=is_quiet)
+        pretrained.source,
+        config,
+        dtype,
+        scan_layers=args.scan_layers,
+        track=lambda names: track(names, "Loading", console=notes, transient=True, disable=is_quiet),
     )
     table = BlockTable.create(pool.num_pages, pool.page_size, len(prompts), pool.blocks_per_row)
+    attention = config.attention
     cache = PagedCache.create(
-        config.num_layers, pool.num_pages, pool.page_size, config.num_kv_heads, config.head_dim, dtype
+        config.num_layers, pool.num_pages, pool.page_size, attention.num_kv_heads, attention.head_dim, dtype
     )
-    titles = [textwrap.shorten(text, 72, placeholder=" …") for text in texts]
-    stream = OrderedStream(tokenizer, special.end, titles, sys.stdout)
-    answer(args, model, cache, table, prompts, sample, special.end, stream, pool, notes)
+    stream = OrderedStream(new_writer, pretrained.end_tokens, titles, sys.stdout)
+    options = {
+        # A divisor, so that all calls are alike and compile once.
+        "max_new_tokens": max(n for n in range(1, _TOKENS_PER_CALL + 1) if args.max_tokens % n == 0),
+        "sample": sampler or greedy,
+        "stop_tokens": tuple(sorted(pretrained.end_tokens)),
+        "key": None if sampler is None else jax.random.key(args.seed or 0),
+    }
+    rows = answer(args, model, cache, table, prompts, options, stream, pool, notes)
+    if args.compare_dense:
+        with notes.status("Comparing with a dense cache"):
+            expected = generate_dense(model, prompts, args.max_tokens, pretrained.end_tokens, dtype)
+        compare(rows, expected, notes)
+
+
+def encode(
+    args: argparse.Namespace, pretrained: Pretrained, texts: Sequence[str]
+) -> tuple[list[list[int]], list[str], Callable[[], Writer]]:
+    """The prompts as token ids, a title for each, and how their answers are written.
+
+    Raises:
+        ValueError, NotImplementedError: the text cannot be encoded, or the model has no such tokens.
+    """
+    if args.token_ids:
+        prompts, new_writer = args.token_ids, id_writer
+        titles = [",".join(map(str, prompt)) for prompt in prompts]
+    else:
+        text = pretrained.text()
+        prompts = [text.encode(prompt, is_raw=args.raw) for prompt in texts]
+        titles = [textwrap.shorten(prompt, 72, placeholder=" …") for prompt in texts]
+        new_writer = functools.partial(text_writer, text.tokenizer)
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise ValueError(f"prompt {number}: expected at least one token, got an empty prompt")
+        if max(prompt) >= pretrained.config.vocab_size:
+            raise ValueError(
+                f"prompt {number}: expected token ids below {pretrained.config.vocab_size}, for which the model has "
+                f"embeddings, got {max(prompt)}"
+            )
+    return prompts, titles, new_writer
 
 
 def answer(
@@ -113,13 +154,19 @@ def answer(
     cache: PagedCache,
     table: BlockTable,
     prompts: list[list[int]],
-    sample: Callable,
-    end_tokens: frozenset[int],
+    options: dict[str, Any],
     stream: OrderedStream,
     pool: Pool,
     notes: Console,
-) -> None:
-    """Prefills all prompts in one packed pass, then decodes the whole batch, streaming as it goes."""
+) -> list[list[int]]:
+    """Prefills all prompts in one packed pass, then decodes the whole batch, streaming as it goes.
+
+    Returns:
+        Each prompt's new tokens.
+
+    Raises:
+        OutOfPages: the pool was too small; what was generated until then is written.
+    """
     rows = len(prompts)
     # The last token of each prompt is left to the decode loop, whose first step makes the first new token of it.
     packed = np.concatenate([np.array(prompt[:-1], np.int32) for prompt in prompts])
@@ -127,13 +174,6 @@ def answer(
     tokens = np.zeros(max(1, math.ceil(packed.size / _PREFILL_BUCKET)) * _PREFILL_BUCKET, np.int32)
     tokens[: packed.size] = packed
     tokens = jnp.asarray(tokens)
-    options = {
-        # A divisor, so that all calls are alike and compile once.
-        "max_new_tokens": max(n for n in range(1, _TOKENS_PER_CALL + 1) if args.max_tokens % n == 0),
-        "sample": sample,
-        "stop_tokens": tuple(sorted(end_tokens)),
-        "key": jax.random.key(args.seed) if args.temperature > 0 else None,
-    }
     newest = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
     seconds: dict[str, float] = {}
 
@@ -146,23 +186,37 @@ def answer(
         if not is_prefilled:  # cannot be: plan_pool counted the pages
             raise RuntimeError("the prompts were refused by the block table")
         jax.block_until_ready(cache)
-    num_new, active = 0, jnp.ones(rows, bool)
+    active, new_tokens = jnp.ones(rows, bool), [[] for _ in prompts]
     with timed("decode", seconds):
         for _ in range(args.max_tokens // options["max_new_tokens"]):
             result = generate(model, cache, table, newest, active, **options)
             cache, table, newest, active = result.cache, result.table, result.tokens[:, -1], result.active
             stream.write(np.asarray(result.tokens))
-            num_new += int(result.num_tokens.sum())
+            for row, tokens_of_row in zip(new_tokens, np.asarray(result.tokens), strict=True):
+                row += tokens_of_row[tokens_of_row >= 0].tolist()
             if not (result.ok and active.any()):
                 break
     stream.close()
-    report(seconds, packed.size, num_new, table, pool, prompts, args.max_tokens, notes)
+    report(seconds, packed.size, sum(map(len, new_tokens)), table, pool, prompts, args.max_tokens, notes)
     if args.show_table:
         notes.print(show_table(table))
     result.check()
+    return new_tokens
 
 
-def plan_pool(args: argparse.Namespace, file: GGUFFile, config: DecoderConfig, prompts: list[list[int]], dtype) -> Pool:
+def compare(rows: list[list[int]], expected: list[list[int]], notes: Console) -> None:
+    """Raises DenseMismatch, which names the first token of the paged cache's that is not the dense one's."""
+    for number, (got, dense) in enumerate(zip(rows, expected, strict=True), 1):
+        for place, tokens in enumerate(itertools.zip_longest(dense, got), 1):
+            if len(set(tokens)) > 1:
+                one, other = ("no more" if token is None else token for token in tokens)
+                raise DenseMismatch(
+                    f"prompt {number}, new token {place}: expected {one}, as from a dense cache, got {other}"
+                )
+    notes.print(f"dense       a contiguous cache gives the same {sum(map(len, rows))} tokens")
+
+
+def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[int]], dtype) -> Pool:
     """How large a cache to make; refuses prompts that can never fit.
 
     Raises:
@@ -170,18 +224,17 @@ def plan_pool(args: argparse.Namespace, file: GGUFFile, config: DecoderConfig, p
             there are.
     """
     for number, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise ValueError(f"prompt {number}: expected at least one token, got an empty prompt")
         if len(prompt) + args.max_tokens > config.max_length:
             raise ValueError(
                 f"prompt {number}: expected prompt and --max-tokens to fit the model's {config.max_length} positions, "
                 f"got {len(prompt)} + {args.max_tokens} tokens"
             )
-    sizes = (config.num_layers, args.page_size, config.num_kv_heads, config.head_dim, dtype)
-    page_bytes = config.num_layers * args.page_size * config.num_kv_heads * config.head_dim * 2 * dtype.itemsize
+    attention = config.attention
+    sizes = (config.num_layers, args.page_size, attention.num_kv_heads, attention.head_dim, dtype)
+    page_bytes = math.prod(sizes[:-1]) * 2 * dtype.itemsize
     to_read = sum(math.ceil(len(prompt) / args.page_size) for prompt in prompts)
     to_finish = [math.ceil((len(prompt) + args.max_tokens) / args.page_size) for prompt in prompts]
-    weight_bytes = sum(math.prod(info.shape) for info in file.tensors.values()) * dtype.itemsize
+    weight_bytes = sum(map(math.prod, parameter_shapes(config).values())) * dtype.itemsize
     room = max(0, free_bytes() - weight_bytes)
     if args.num_pages is not None and args.num_pages * page_bytes > room:
         raise ValueError(
@@ -240,90 +293,6 @@ def timed(phase: str, seconds: dict[str, float]) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - start
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts from the command line, then the file's lines.
-
-    Raises:
-        ValueError: there are none, or one is empty.
-    """
-    prompts = list(args.prompts)
-    if args.file is not None:
-        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
-        prompts += [line for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise ValueError('expected a prompt, as an argument ("What is gravity?") or in a --file, got none')
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt.strip():
-            raise ValueError(f"prompt {number}: expected some text, got {prompt!r}")
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as problem:  # bytes of another encoding, as the command line hands them over
-            raise ValueError(f"prompt {number}: expected UTF-8 text, got {prompt!r}") from problem
-    return prompts
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="generate.py", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="one or more prompts, generated in one batch")
-    parser.add_argument("--file", metavar="PATH", help="more prompts, one a line; - reads standard input")
-    parser.add_argument("--max-tokens", type=positive_int, default=256, metavar="N", help="new tokens a prompt (256)")
-    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    parser.add_argument("--model", metavar="PATH", help="a GGUF file of a Llama-type model (SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="weights and cache (by device)")
-    sampling = parser.add_argument_group("sampling", "greedy unless --temperature is given")
-    sampling.add_argument("--temperature", type=finite_float, default=0.0, metavar="T", help="0 is greedy (0)")
-    sampling.add_argument("--top-k", type=positive_int, metavar="K", help="keep the K likeliest tokens")
-    sampling.add_argument("--top-p", type=probability, metavar="P", help="keep the likeliest tokens, to probability P")
-    sampling.add_argument("--seed", type=seed, metavar="N", help="of the random numbers (0)")
-    paging = parser.add_argument_group("paging")
-    paging.add_argument("--page-size", type=positive_int, default=16, metavar="N", help="tokens per page (16)")
-    paging.add_argument(
-        "--num-pages", type=pages_or_auto, metavar="N|auto", help="pages in the pool (auto: by need and free memory)"
-    )
-    paging.add_argument("--show-table", action="store_true", help="draw each row's block table and the pool")
-    args = parser.parse_args(argv)
-    if args.temperature == 0:
-        for name in ("top_k", "top_p", "seed"):
-            if getattr(args, name) is not None:
-                parser.error(f"--{name.replace('_', '-')} needs --temperature above 0: without it the choice is greedy")
-    args.top_p = 1.0 if args.top_p is None else args.top_p
-    args.seed = 0 if args.seed is None else args.seed
-    return args
-
-
-def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)
-
-
-def pages_or_auto(text: str) -> int | None:
-    return None if text == "auto" else positive_int(text)
-
-
-def finite_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
-    return value
-
-
-def seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**32 - 1}, got {text!r}")
-    return int(text)
-
-
-def probability(text: str) -> float:
-    value = finite_float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1, got {text!r}")
-    return value
 
 
 if __name__ == "__main__":

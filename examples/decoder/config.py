@@ -3,6 +3,7 @@
 `config_json` reads it from a Hugging Face folder, `config_gguf` from a GGUF file's metadata.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from paged_jax.layers import RopeConfig
@@ -28,7 +29,7 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsConfig:
     count: int
     per_token: int
     limit: float  # the gate is clipped from above, `up` from both sides
@@ -40,7 +41,7 @@ class MLPConfig:
     width: int
     activation: str  # one of ACTIVATIONS
     bias: bool = False
-    experts: Experts | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     end_tokens: tuple[int, ...] = ()
+
+    def serving(self, context_length: int) -> "ModelConfig":
+        """The model for rows of up to `context_length` tokens: longrope's rotations go by the longest of them."""
+        ropes = {
+            name: dataclasses.replace(getattr(self, name), context_length=context_length)
+            for name in ("rope", "window_rope")
+        }
+        return dataclasses.replace(self, **ropes)

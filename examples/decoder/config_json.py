@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decoder.config import ACTIVATIONS, AttentionConfig, ConfigError, Experts, MLPConfig, ModelConfig, NormConfig
+from decoder.config import ACTIVATIONS, AttentionConfig, ConfigError, ExpertsConfig, MLPConfig, ModelConfig, NormConfig
 from decoder.families import DEFAULTS, FAMILIES, Family
 from paged_jax.layers import RopeConfig, attention_factor, frequencies
 
@@ -120,7 +120,7 @@ def _mlp(name: str, fields: Mapping[str, Any]) -> MLPConfig:
         raise ConfigError(f"expected the activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     experts = None
     if name == "gpt_oss":
-        experts = Experts(
+        experts = ExpertsConfig(
             count=_size(fields, "num_local_experts"),
             per_token=_size(fields, "num_experts_per_tok"),
             limit=_real(fields, "swiglu_limit"),

@@ -1,158 +1,262 @@
-"""A Llama-type decoder in Flax NNX that keeps its K and V in a `PagedCache`.
+"""The decoder: a Flax NNX model of any family that a `ModelConfig` describes, with its K and V in a `PagedCache`.
 
 The cache is an explicit argument and result, never hidden in the module: it stays a plain pytree that a jitted step can
-donate and a `while_loop` can carry. Activations are [features, tokens]: matrices then stand on the left, as model files
-store them, and XLA multiplies them with few tokens half again as fast on a CPU.
+donate and a `while_loop` can carry. Activations are [features, tokens]: matrices then stand on the left, [out, in] as
+files store them, and XLA multiplies them with few tokens half again as fast on a CPU. (`paged_jax.layers` has its
+tokens first, as Flax has: with its `PagedAttention` here, 8 rows of SmolLM2 decode a sixth slower on a CPU.)
 """
 
-import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32, PRNGKeyArray
 
-from paged_jax import (
-    BlockTable,
-    DecodeResult,
-    PagedCache,
-    PagedStep,
-    decode,
-    greedy,
-    paged_attention,
-)
-
-Rotation = tuple[Float[Array, "T 1 H/2"], Float[Array, "T 1 H/2"]]  # cos and sin of every position's angles
+from decoder.config import ExpertsConfig, ModelConfig
+from paged_jax import BlockTable, DecodeResult, PagedCache, PagedStep, decode, greedy, paged_attention
+from paged_jax.layers import Rotation
 
 
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes of a Llama-type model."""
+class Step(Protocol):
+    """What the layers themselves ask of a step."""
 
-    vocab_size: int
-    num_layers: int
-    width: int
-    mlp_width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_base: float
-    norm_eps: float
-    max_length: int  # positions the model was trained for
-    tied_embeddings: bool  # logits come from the embedding table, without a matrix of their own
+    @property
+    def positions(self) -> Int32[Array, " T"]: ...
 
 
-class Linear(nnx.Module):
-    """A matrix without bias, applied to features that come first."""
+# attend(q, k, v, cache, step, layer=, scale=, window=, soft_cap=, sinks=) -> (heads like q, cache)
+Attend = Callable[..., tuple[Float[Array, "T N H"], Any]]
 
-    def __init__(self, in_features: int, out_features: int, dtype, rngs: nnx.Rngs):
-        initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
-        self.weight = nnx.Param(initial(rngs.params(), (out_features, in_features), dtype))
-
-    def __call__(self, x: Float[Array, "in T"]) -> Float[Array, "out T"]:
-        return self.weight[...] @ x
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+_NO_WINDOW = 2**31 - 1  # of a layer in a scan whose other layers have windows
 
 
-def tokens_first(product: Float[Array, "out T"]) -> Float[Array, "T out"]:
-    """Transposes a matrix product behind a barrier: folded into the product, it costs XLA its fast CPU matmul."""
-    return jax.lax.optimization_barrier(product).T
-
-
-def rms_norm(config: DecoderConfig, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
-        config.width,
-        epsilon=config.norm_eps,
-        reduction_axes=0,
-        feature_axes=0,
-        dtype=dtype,
-        param_dtype=dtype,
-        rngs=rngs,
-    )
-
-
-class Attention(nnx.Module):
-    def __init__(self, config: DecoderConfig, dtype, rngs: nnx.Rngs):
-        linear = functools.partial(Linear, dtype=dtype, rngs=rngs)
-        self.head_dim = config.head_dim
-        self.q = linear(config.width, config.num_heads * config.head_dim)
-        self.k = linear(config.width, config.num_kv_heads * config.head_dim)
-        self.v = linear(config.width, config.num_kv_heads * config.head_dim)
-        self.out = linear(config.num_heads * config.head_dim, config.width)
-
-    def __call__(
-        self, x: Float[Array, "D T"], rotation: Rotation, layer: int, cache: PagedCache, step: PagedStep
-    ) -> tuple[Float[Array, "D T"], PagedCache]:
-        q, k, v = (
-            tokens_first(project(x)).reshape(x.shape[1], -1, self.head_dim) for project in (self.q, self.k, self.v)
-        )
-        q, k = (rotate(heads, rotation) for heads in (q, k))
-        cache = cache.write(layer, k, v, step.slots)
-        y = paged_attention(q, cache, step.table, layer=layer, query_lengths=step.query_lengths)
-        return self.out(y.reshape(x.shape[1], -1).T), cache
-
-
-class MLP(nnx.Module):
-    def __init__(self, config: DecoderConfig, dtype, rngs: nnx.Rngs):
-        linear = functools.partial(Linear, dtype=dtype, rngs=rngs)
-        self.gate = linear(config.width, config.mlp_width)
-        self.up = linear(config.width, config.mlp_width)
-        self.down = linear(config.mlp_width, config.width)
-
-    def __call__(self, x: Float[Array, "D T"]) -> Float[Array, "D T"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-class Layer(nnx.Module):
-    def __init__(self, config: DecoderConfig, dtype, rngs: nnx.Rngs):
-        self.attention_norm, self.attention = rms_norm(config, dtype, rngs), Attention(config, dtype, rngs)
-        self.mlp_norm, self.mlp = rms_norm(config, dtype, rngs), MLP(config, dtype, rngs)
-
-    def __call__(
-        self, x: Float[Array, "D T"], rotation: Rotation, layer: int, cache: PagedCache, step: PagedStep
-    ) -> tuple[Float[Array, "D T"], PagedCache]:
-        y, cache = self.attention(self.attention_norm(x), rotation, layer, cache, step)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+def attend_paged(q, k, v, cache: PagedCache, step: PagedStep, *, layer, **options):
+    """Writes the tokens' K and V to their slots, and attends over the pages of their rows."""
+    cache = cache.write(layer, k, v, step.slots)
+    heads = paged_attention(q, cache, step.table, layer=layer, query_lengths=step.query_lengths, **options)
+    return heads, cache
 
 
 class Decoder(nnx.Module):
     """Tokens → hidden states, with their K and V written to the cache on the way; `logits` is the head."""
 
-    def __init__(self, config: DecoderConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, scan_layers: bool = False, rngs: nnx.Rngs):
+        """Makes the model with new weights; `load_decoder` fills one with a file's instead.
+
+        Args:
+            config: which model.
+            dtype: of weights and activations; the scales of norms are float32.
+            scan_layers: keep the layers' parameters stacked, [layers, ...], and run one compiled layer in `lax.scan`:
+                compiled in a fraction of the time. Unrolled layers run faster on a CPU, which copies each slice.
+            rngs: for the new weights.
+        """
+        self.config, self.scan_layers = config, scan_layers
         self.embedding = nnx.Embed(config.vocab_size, config.width, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_layers)])
-        self.norm = rms_norm(config, dtype, rngs)
+        make = functools.partial(Layer, config, dtype)
+        split_rngs = nnx.split_rngs(splits=config.num_layers)
+        self.layers: Any = (
+            split_rngs(nnx.vmap(make))(rngs)
+            if scan_layers
+            else nnx.List([make(rngs) for _ in range(config.num_layers)])
+        )
+        self.norm = _norm(config, config.width, dtype, rngs)
         if not config.tied_embeddings:
             self.head = Linear(config.width, config.vocab_size, dtype, rngs)
 
     def __call__(
-        self, tokens: Int32[Array, " T"], step: PagedStep, cache: PagedCache
-    ) -> tuple[Float[Array, "D T"], PagedCache]:
+        self, tokens: Int32[Array, " T"], step: Step, cache: Any, attend: Attend = attend_paged
+    ) -> tuple[Float[Array, "D T"], Any]:
+        """The tokens' last hidden states, and the cache after the write.
+
+        Args:
+            tokens: of the step, packed.
+            step: what `table.step` returned.
+            cache: a `PagedCache` of the config's layers, kv heads and head_dim; or what `attend` takes for one.
+            attend: how tokens meet the keys and values before them.
+        """
+        config = self.config
         x = self.embedding(tokens).T
-        rotation = rotation_at(step.positions, self.config.head_dim, self.config.rope_base)
-        for i, layer in enumerate(self.layers):
-            x, cache = layer(x, rotation, i, cache, step)
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        ropes = (config.rope, config.window_rope)
+        rotations = [Rotation.at(step.positions, rope, config.attention.head_dim) for rope in ropes]
+        if self.scan_layers:
+            x, cache = self._scan(x, rotations, step, cache, attend)
+        else:
+            for i, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True)):
+                x, cache = layer(x, rotations[window is not None], step, cache, attend, i, window)
         return self.norm(x), cache
+
+    def _scan(self, x, rotations: list[Rotation], step: Step, cache: Any, attend: Attend):
+        """Layers that differ in window and rotation are one program: both are traced, and rotations are chosen from."""
+        config = self.config
+        graph, weights = nnx.split(self.layers)
+        both = jax.tree.map(lambda *kinds: jnp.stack(kinds), *rotations)
+        is_windowed = jnp.array([window is not None for window in config.windows], jnp.int32)
+        windows = None
+        if any(config.windows):
+            windows = jnp.array([window or _NO_WINDOW for window in config.windows], jnp.int32)
+
+        def run_layer(carry, inputs):
+            x, cache = carry
+            weights, i, kind, window = inputs
+            rotation = jax.tree.map(lambda leaf: leaf[kind], both)
+            return nnx.merge(graph, weights)(x, rotation, step, cache, attend, i, window), None
+
+        inputs = (weights, jnp.arange(config.num_layers, dtype=jnp.int32), is_windowed, windows)
+        return lax.scan(run_layer, (x, cache), inputs)[0]
 
     def logits(self, hidden: Float[Array, "D T"]) -> Float[Array, "T V"]:
         matrix = self.embedding.embedding if self.config.tied_embeddings else self.head.weight
-        return tokens_first(matrix[...] @ hidden)
+        logits, cap = _tokens_first(matrix[...] @ hidden), self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def rotation_at(positions: Int32[Array, " T"], head_dim: int, base: float) -> Rotation:
-    """The rotary position embedding (Su et al., "RoFormer", 2021) of each position; all layers share it."""
-    half = head_dim // 2
-    angles = positions[:, None, None].astype(jnp.float32) * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return jnp.cos(angles), jnp.sin(angles)
+class Layer(nnx.Module):
+    def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
+        self.attention = Attention(config, dtype, rngs)
+        experts = config.mlp.experts
+        self.mlp = MLP(config, dtype, rngs) if experts is None else Mixture(config, experts, dtype, rngs)
+        self.attention_norm, self.mlp_norm = (_norm(config, config.width, dtype, rngs) for _ in range(2))
+        if config.norm.after:
+            self.attention_post_norm, self.mlp_post_norm = (_norm(config, config.width, dtype, rngs) for _ in range(2))
+        self.norms_after = config.norm.after
+
+    def __call__(
+        self,
+        x: Float[Array, "D T"],
+        rotation: Rotation,
+        step: Step,
+        cache: Any,
+        attend: Attend,
+        layer: int | Int[Array, ""],
+        window: int | Int[Array, ""] | None,
+    ) -> tuple[Float[Array, "D T"], Any]:
+        y, cache = self.attention(self.attention_norm(x), rotation, step, cache, attend, layer, window)
+        x = x + (self.attention_post_norm(y) if self.norms_after else y)
+        y = self.mlp(self.mlp_norm(x))
+        return x + (self.mlp_post_norm(y) if self.norms_after else y), cache
 
 
-def rotate(heads: Float[Array, "T N H"], rotation: Rotation) -> Float[Array, "T N H"]:
-    """Turns the pairs that lie half a head apart, in float32."""
-    cos, sin = rotation
-    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(heads.dtype)
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
+        self.config = attention = config.attention
+        width, kv_width = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        self.query = Linear(config.width, width, dtype, rngs, attention.qkv_bias)
+        self.key = Linear(config.width, kv_width, dtype, rngs, attention.qkv_bias)
+        self.value = Linear(config.width, kv_width, dtype, rngs, attention.qkv_bias)
+        self.out = Linear(width, config.width, dtype, rngs, attention.out_bias)
+        if attention.qk_norm:
+            self.query_ln, self.key_ln = (_norm(config, attention.head_dim, dtype, rngs, axis=-1) for _ in range(2))
+        self.sinks = nnx.Param(jnp.zeros(attention.num_heads, dtype)) if attention.sinks else None
+
+    def __call__(
+        self, x: Float[Array, "D T"], rotation: Rotation, step: Step, cache: Any, attend: Attend, layer, window
+    ) -> tuple[Float[Array, "D T"], Any]:
+        num_tokens = x.shape[1]
+        projections = (self.query, self.key, self.value)
+        q, k, v = (_tokens_first(project(x)).reshape(num_tokens, -1, self.config.head_dim) for project in projections)
+        if self.config.qk_norm:
+            q, k = self.query_ln(q), self.key_ln(k)
+        heads, cache = attend(
+            rotation.rotate(q),
+            rotation.rotate(k),
+            v,
+            cache,
+            step,
+            layer=layer,
+            scale=self.config.scale,
+            window=window,
+            soft_cap=self.config.softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
+        )
+        return self.out(heads.reshape(num_tokens, -1).T), cache
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
+        mlp = config.mlp
+        self.activate = _ACTIVATIONS[mlp.activation]
+        self.gate = Linear(config.width, mlp.width, dtype, rngs, mlp.bias)
+        self.up = Linear(config.width, mlp.width, dtype, rngs, mlp.bias)
+        self.down = Linear(mlp.width, config.width, dtype, rngs, mlp.bias)
+
+    def __call__(self, x: Float[Array, "D T"]) -> Float[Array, "D T"]:
+        return self.down(self.activate(self.gate(x)) * self.up(x))
+
+
+class Mixture(nnx.Module):
+    """A mixture of experts: each token goes to the few that its router likes best, and their results are weighed."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype, rngs: nnx.Rngs):
+        self.per_token = experts.per_token
+        self.router = Linear(config.width, experts.count, dtype, rngs, has_bias=True)
+        self.experts = Experts(config, experts, dtype, rngs)
+
+    def __call__(self, x: Float[Array, "D T"]) -> Float[Array, "D T"]:
+        scores, chosen = lax.top_k(_tokens_first(self.router(x)), self.per_token)  # [T, k]
+        weights, expert = jax.nn.softmax(scores, axis=-1).reshape(-1, 1), chosen.reshape(-1)
+        order = jnp.argsort(expert)  # the tokens of one expert lie side by side
+        token = order // self.per_token
+        y = self.experts(x.T[token], expert[order]) * weights[order]
+        return jnp.zeros_like(x.T).at[token].add(y).T
+
+
+class Experts(nnx.Module):
+    """All experts' matrices, [expert, in, out] as files store them."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype, rngs: nnx.Rngs):
+        self.config = experts
+        initial = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+        for name, inner, outer in (
+            ("gate", config.width, config.mlp.width),
+            ("up", config.width, config.mlp.width),
+            ("down", config.mlp.width, config.width),
+        ):
+            setattr(self, name, nnx.Param(initial(rngs.params(), (experts.count, inner, outer), dtype)))
+            setattr(self, f"{name}_bias", nnx.Param(jnp.zeros((experts.count, outer), dtype)))
+
+    def __call__(self, x: Float[Array, "n D"], expert: Int32[Array, " n"]) -> Float[Array, "n D"]:
+        """Each token through its expert; `expert` is in ascending order."""
+        sizes = jnp.bincount(expert, length=self.config.count)
+
+        def project(name: str, x):
+            matrices, biases = getattr(self, name)[...], getattr(self, f"{name}_bias")[...]
+            return lax.ragged_dot(x, matrices, sizes) + biases[expert]
+
+        limit = self.config.limit
+        gate, up = jnp.minimum(project("gate", x), limit), jnp.clip(project("up", x), -limit, limit)
+        return project("down", gate * jax.nn.sigmoid(self.config.alpha * gate) * (up + 1))
+
+
+class Linear(nnx.Module):
+    """A matrix, and maybe a bias, applied to features that come first."""
+
+    def __init__(self, in_features: int, out_features: int, dtype, rngs: nnx.Rngs, has_bias: bool = False):
+        initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        self.weight = nnx.Param(initial(rngs.params(), (out_features, in_features), dtype))
+        self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if has_bias else None
+
+    def __call__(self, x: Float[Array, "in T"]) -> Float[Array, "out T"]:
+        y = self.weight[...] @ x
+        return y if self.bias is None else y + self.bias[...][:, None]
+
+
+def _norm(config: ModelConfig, size: int, dtype, rngs: nnx.Rngs, axis: int = 0) -> nnx.RMSNorm:
+    eps = config.norm.eps
+    return nnx.RMSNorm(size, epsilon=eps, reduction_axes=axis, feature_axes=axis, dtype=dtype, rngs=rngs)
+
+
+def _tokens_first(product: Float[Array, "out T"]) -> Float[Array, "T out"]:
+    """Transposes a matrix product behind a barrier: folded into the product, it costs XLA its fast CPU matmul."""
+    return lax.optimization_barrier(product).T
+
+
+# --- Prompts and generation -------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "table"))

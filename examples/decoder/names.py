@@ -68,7 +68,7 @@ def _stored(part: str | Stored) -> Stored:
 
 
 def _hugging_face(layer: Mapping[str, str | Stored], norm: str | Stored = "norm.scale") -> dict[str, Stored]:
-    top = {"model.embed_tokens.weight": "embedding.embedding", "lm_head.weight": "head.kernel"}
+    top = {"model.embed_tokens.weight": "embedding.embedding", "lm_head.weight": "head.weight"}
     return _table("model.layers", top | {"model.norm.weight": norm}, layer)
 
 
@@ -76,26 +76,22 @@ def _less_one(path: str) -> Stored:
     return Stored((path,), "less one")
 
 
-_KINDS = {"weight": "kernel", "bias": "bias"}
+_KINDS = ("weight", "bias")
 _HEADS = {"q": "query", "k": "key", "v": "value"}
-_OUT = {f"self_attn.o_proj.{kind}": f"attention.out.{ours}" for kind, ours in _KINDS.items()}
+_OUT = {f"self_attn.o_proj.{kind}": f"attention.out.{kind}" for kind in _KINDS}
 _ATTENTION = _OUT | {
-    f"self_attn.{name}_proj.{kind}": f"attention.{head}.{ours}"
-    for name, head in _HEADS.items()
-    for kind, ours in _KINDS.items()
+    f"self_attn.{name}_proj.{kind}": f"attention.{head}.{kind}" for name, head in _HEADS.items() for kind in _KINDS
 }
-_MLP = {
-    f"mlp.{name}_proj.{kind}": f"mlp.{name}.{ours}" for name in ("gate", "up", "down") for kind, ours in _KINDS.items()
-}
+_MLP = {f"mlp.{name}_proj.{kind}": f"mlp.{name}.{kind}" for name in ("gate", "up", "down") for kind in _KINDS}
 _NORMS = {"input_layernorm.weight": "attention_norm.scale", "post_attention_layernorm.weight": "mlp_norm.scale"}
 _QK_NORMS = {"self_attn.q_norm.weight": "attention.query_ln.scale", "self_attn.k_norm.weight": "attention.key_ln.scale"}
 _FUSED = {
-    "self_attn.qkv_proj.weight": Stored(tuple(f"attention.{head}.kernel" for head in _HEADS.values()), "rows"),
-    "mlp.gate_up_proj.weight": Stored(("mlp.gate.kernel", "mlp.up.kernel"), "rows"),
-    "mlp.down_proj.weight": "mlp.down.kernel",
+    "self_attn.qkv_proj.weight": Stored(tuple(f"attention.{head}.weight" for head in _HEADS.values()), "rows"),
+    "mlp.gate_up_proj.weight": Stored(("mlp.gate.weight", "mlp.up.weight"), "rows"),
+    "mlp.down_proj.weight": "mlp.down.weight",
 }
 _EXPERTS = {
-    "mlp.router.weight": "mlp.router.kernel",
+    "mlp.router.weight": "mlp.router.weight",
     "mlp.router.bias": "mlp.router.bias",
     "mlp.experts.gate_up_proj": Stored(("mlp.experts.gate", "mlp.experts.up"), "alternating"),
     "mlp.experts.gate_up_proj_bias": Stored(("mlp.experts.gate_bias", "mlp.experts.up_bias"), "alternating"),
@@ -114,15 +110,15 @@ _GEMMA_QK_NORMS = {name: _less_one(path) for name, path in _QK_NORMS.items()}
 _GGUF_TOP = {
     "token_embd.weight": "embedding.embedding",
     "output_norm.weight": "norm.scale",
-    "output.weight": "head.kernel",
+    "output.weight": "head.weight",
 }
-_GGUF_QK = {f"attn_{n}.{kind}": f"attention.{_HEADS[n]}.{ours}" for n in "qk" for kind, ours in _KINDS.items()}
+_GGUF_QK = {f"attn_{n}.{kind}": f"attention.{_HEADS[n]}.{kind}" for n in "qk" for kind in _KINDS}
 _GGUF_REST = {
     "attn_norm.weight": "attention_norm.scale",
     "ffn_norm.weight": "mlp_norm.scale",
-    **{f"attn_v.{kind}": f"attention.value.{ours}" for kind, ours in _KINDS.items()},
-    **{f"attn_output.{kind}": f"attention.out.{ours}" for kind, ours in _KINDS.items()},
-    **{f"ffn_{name}.{kind}": f"mlp.{name}.{ours}" for name in ("gate", "up", "down") for kind, ours in _KINDS.items()},
+    **{f"attn_v.{kind}": f"attention.value.{kind}" for kind in _KINDS},
+    **{f"attn_output.{kind}": f"attention.out.{kind}" for kind in _KINDS},
+    **{f"ffn_{name}.{kind}": f"mlp.{name}.{kind}" for name in ("gate", "up", "down") for kind in _KINDS},
 }
 _GGUF_LLAMA = _GGUF_REST | {name: Stored((path,), "neighbours") for name, path in _GGUF_QK.items()}
 _GGUF_GEMMA3 = (

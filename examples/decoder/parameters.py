@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from decoder.checkpoint import CheckpointError
 from decoder.config import ModelConfig
 from decoder.names import Stored, is_ignored, stored_tensors
-from decoder.shapes import parameter_shapes, stored_shape
+from decoder.shapes import parameter_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -18,10 +18,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Source(Protocol):
     """What a `GGUFFile` and a `Checkpoint` have in common."""
 
+    layout: ClassVar[str]
+
     @property
     def path(self) -> Path: ...
-    @property
-    def layout(self) -> str: ...
     @property
     def tensors(self) -> Mapping[str, Any]: ...
     def check_type(self, name: str) -> None: ...
@@ -88,13 +88,13 @@ def _read_one(
 ) -> Iterator[tuple[str, jax.Array]]:
     is_scale = part.paths[0].endswith(".scale")
     tensor = source.tensor(name, np.float32 if is_scale else dtype)
-    for path, value in _parameters(part, tensor, shapes, head_dim):
+    for path, value in zip(part.paths, _cut(part, tensor, shapes, head_dim), strict=True):
         # Waited for, because the host's copy may go only when it has arrived.
         yield path, jax.block_until_ready(jax.device_put(value, device))
 
 
 def _stored_shape(part: Stored, shapes: Shapes) -> tuple[int, ...]:
-    first, *_ = parts = [stored_shape(path, shapes[path]) for path in part.paths]
+    first, *_ = parts = [shapes[path] for path in part.paths]
     if part.form == "rows":
         return (sum(shape[0] for shape in parts), *first[1:])
     if part.form == "alternating":
@@ -102,15 +102,10 @@ def _stored_shape(part: Stored, shapes: Shapes) -> tuple[int, ...]:
     return first
 
 
-def _parameters(part: Stored, tensor: np.ndarray, shapes: Shapes, head_dim: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensor's parameters, as views of it wherever they can be."""
-    for path, matrix in zip(part.paths, _cut(part, tensor, shapes, head_dim), strict=True):
-        yield path, (matrix.T if path.endswith(".kernel") else matrix).reshape(shapes[path])
-
-
 def _cut(part: Stored, tensor: np.ndarray, shapes: Shapes, head_dim: int) -> list[np.ndarray]:
+    """The tensor's parameters, as views of it wherever they can be."""
     if part.form == "rows":
-        rows = [stored_shape(path, shapes[path])[0] for path in part.paths]
+        rows = [shapes[path][0] for path in part.paths]
         return np.split(tensor, np.cumsum(rows)[:-1])
     if part.form == "alternating":
         return [tensor[..., i :: len(part.paths)] for i in range(len(part.paths))]

@@ -1,10 +1,7 @@
-"""Every parameter of a model, with its shape in Flax and its shape in a file.
+"""Every parameter of a model, with its shape: that of the tensor in a file, so that nothing is turned at loading.
 
-Parameters are named and shaped as Flax's modules have them, `layers.3.attention.query.kernel` [D, N, H] for example.
-Files store a kernel transposed and without its axis of heads, [out, in], and experts as they are, [E, in, out].
+A matrix is `layers.3.attention.query.weight` [out, in] for example; experts are [expert, in, out].
 """
-
-import math
 
 from decoder.config import ModelConfig
 
@@ -14,28 +11,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     layer = _attention_shapes(config) | _mlp_shapes(config) | _norm_shapes(config)
     shapes = {"embedding.embedding": (config.vocab_size, config.width), "norm.scale": (config.width,)}
     if not config.tied_embeddings:
-        shapes["head.kernel"] = (config.width, config.vocab_size)
+        shapes["head.weight"] = (config.vocab_size, config.width)
     return shapes | {f"layers.{i}.{path}": shape for i in range(config.num_layers) for path, shape in layer.items()}
-
-
-def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter in a file."""
-    if path.endswith(".bias"):
-        return (math.prod(shape),)
-    if not path.endswith(".kernel"):
-        return shape
-    num_inner = 2 if path.endswith(".attention.out.kernel") else 1
-    return math.prod(shape[num_inner:]), math.prod(shape[:num_inner])
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     attention, width = config.attention, config.width
     heads = {"query": attention.num_heads, "key": attention.num_kv_heads, "value": attention.num_kv_heads}
-    heads = {name: (count, attention.head_dim) for name, count in heads.items()}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.kernel": (width, *shape) for name, shape in heads.items()}
-    shapes["out.kernel"] = (*heads["query"], width)
+    sizes = {name: count * attention.head_dim for name, count in heads.items()}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, width) for name, size in sizes.items()}
+    shapes["out.weight"] = (width, sizes["query"])
     if attention.qkv_bias:
-        shapes |= {f"{name}.bias": shape for name, shape in heads.items()}
+        shapes |= {f"{name}.bias": (size,) for name, size in sizes.items()}
     if attention.out_bias:
         shapes["out.bias"] = (width,)
     if attention.qk_norm:
@@ -46,14 +33,17 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    width, experts = config.width, config.mlp.experts
-    sides = {"gate": (width, config.mlp.width), "up": (width, config.mlp.width), "down": (config.mlp.width, width)}
+    width, inner, experts = config.width, config.mlp.width, config.mlp.experts
+    sides = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}  # (out, in)
     if experts is None:
-        shapes: dict[str, tuple[int, ...]] = {f"mlp.{name}.kernel": side for name, side in sides.items()}
-        return shapes | {f"mlp.{name}.bias": side[1:] for name, side in sides.items() if config.mlp.bias}
-    shapes = {"mlp.router.kernel": (width, experts.count), "mlp.router.bias": (experts.count,)}
-    for name, side in sides.items():
-        shapes |= {f"mlp.experts.{name}": (experts.count, *side), f"mlp.experts.{name}_bias": (experts.count, side[1])}
+        shapes: dict[str, tuple[int, ...]] = {f"mlp.{name}.weight": side for name, side in sides.items()}
+        return shapes | {f"mlp.{name}.bias": side[:1] for name, side in sides.items() if config.mlp.bias}
+    shapes = {"mlp.router.weight": (experts.count, width), "mlp.router.bias": (experts.count,)}
+    for name, (outer, inner) in sides.items():
+        shapes |= {
+            f"mlp.experts.{name}": (experts.count, inner, outer),
+            f"mlp.experts.{name}_bias": (experts.count, outer),
+        }
     return shapes
 
 

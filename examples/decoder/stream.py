@@ -1,11 +1,26 @@
 """New tokens of a batch → text on a stream, row after row."""
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+Writer = Callable[[int], str | None]  # a row's next token → what it adds to the row's text
+
+
+def text_writer(tokenizer: Tokenizer) -> Writer:
+    """Of one row. Nothing comes out while the bytes so far end inside a character."""
+    return functools.partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
+
+
+def id_writer() -> Writer:
+    """Of one row: token ids between commas."""
+    separators = itertools.chain([""], itertools.repeat(","))
+    return lambda token: f"{next(separators)}{token}"
 
 
 class OrderedStream:
@@ -14,9 +29,11 @@ class OrderedStream:
     Several rows get a title each, one alone gets none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end_tokens: frozenset[int], titles: Sequence[str], out: TextIO):
-        self._tokenizer, self._end_tokens, self._titles, self._out = tokenizer, end_tokens, titles, out
-        self._decoders = [DecodeStream(skip_special_tokens=True) for _ in titles]
+    def __init__(
+        self, new_writer: Callable[[], Writer], end_tokens: frozenset[int], titles: Sequence[str], out: TextIO
+    ):
+        self._end_tokens, self._titles, self._out = end_tokens, titles, out
+        self._writers = [new_writer() for _ in titles]
         self._waiting = ["" for _ in titles]  # text of each row that is not written yet
         self._is_done = [False for _ in titles]
         self._current = 0
@@ -27,8 +44,7 @@ class OrderedStream:
         for row, tokens in enumerate(new_tokens):
             for token in tokens[tokens >= 0].tolist():
                 self._is_done[row] |= token in self._end_tokens
-                # Nothing comes out while the bytes so far end inside a character.
-                self._waiting[row] += self._decoders[row].step(self._tokenizer, token) or ""
+                self._waiting[row] += self._writers[row](token) or ""
         self._advance()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Build a byte-level BPE tokenizer, and name its special tokens, from a GGUF file's metadata."""
+"""Build a BPE tokenizer, of bytes or of sentencepiece, and name its special tokens, from a GGUF file's metadata."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +25,17 @@ class SpecialIds:
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer the metadata describes. It adds no tokens of its own: see `special_ids` for bos."""
     model = _required(metadata, "tokenizer.ggml.model")
-    if model != "gpt2":
-        raise NotImplementedError(f"expected tokenizer.ggml.model to be 'gpt2' (byte-level BPE), got {model!r}")
+    if model not in _BUILDERS:
+        raise NotImplementedError(
+            f"expected tokenizer.ggml.model to be 'gpt2' (byte-level BPE) or 'llama' (sentencepiece), got {model!r}"
+        )
+    tokenizer = _BUILDERS[model](metadata)
+    tokenizer.add_special_tokens(_added_tokens(metadata, _SPECIAL))
+    tokenizer.add_tokens(_added_tokens(metadata, _ADDED))
+    return tokenizer
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         raise NotImplementedError(f"expected tokenizer.ggml.pre to be one of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}")
@@ -42,8 +51,41 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(_added_tokens(metadata, _SPECIAL))
-    tokenizer.add_tokens(_added_tokens(metadata, _ADDED))
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Spaces are written ▁, and characters that have no token as bytes. The files hold scores instead of merges.
+
+    A token is made of any two that are its halves. Those that a file adds to its vocabulary go before all others, then
+    the likelier ones, and of equals those with the longer first half.
+    """
+    tokens, scores = _required(metadata, "tokenizer.ggml.tokens"), _required(metadata, "tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ValueError(f"expected tokenizer.ggml.scores to have {len(tokens)} entries, got {len(scores)}")
+    # Runs of spaces stand in Gemma's files as they are, as added tokens; as ▁ the merges reach them.
+    tokens = ["▁" * len(token) if _is_spaces(token) else token for token in tokens]
+    vocabulary, added = (
+        {token: index for index, token in enumerate(tokens)},
+        {index for index, _ in _tokens_of_type(metadata, _ADDED)},
+    )
+    halves = [
+        ((index not in added, -scores[index], -cut), (token[:cut], token[cut:]))
+        for token, index in vocabulary.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    halves.sort(key=lambda half: (half[0], -len(half[1][1])))
+    merges, unknown = [sides for _, sides in halves], _special_id(metadata, "unknown")
+    unknown = None if unknown is None else tokens[unknown]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+    has_space_first = metadata.get("tokenizer.ggml.add_space_prefix", True)  # Llama 2's files need not say
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if has_space_first else spaces
+    begins = [decoders.Strip(" ", 1, 0)] if has_space_first else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *begins]
+    )
     return tokenizer
 
 
@@ -78,8 +120,14 @@ def _check_merges(vocabulary: Mapping[str, int], merges: list[tuple[str, ...]]) 
 
 def _added_tokens(metadata: Mapping[str, Any], kind: int) -> list[AddedToken]:
     return [
-        AddedToken(token, special=kind == _SPECIAL, normalized=False) for _, token in _tokens_of_type(metadata, kind)
+        AddedToken(token, special=kind == _SPECIAL, normalized=False)
+        for _, token in _tokens_of_type(metadata, kind)
+        if not (_is_spaces(token) and metadata["tokenizer.ggml.model"] == "llama")
     ]
+
+
+def _is_spaces(token: str) -> bool:
+    return bool(token) and not token.strip(" ")
 
 
 def _tokens_of_type(metadata: Mapping[str, Any], kind: int) -> list[tuple[int, str]]:
@@ -118,3 +166,5 @@ _PRE_TOKENIZERS: dict[Any, pre_tokenizers.PreTokenizer] = {
     "llama-bpe": _split_then_bytes(_word_pattern(r"\p{N}{1,3}")),
     "qwen2": _split_then_bytes(_word_pattern(r"\p{N}")),
 }
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}  # by tokenizer.ggml.model

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -168,7 +169,7 @@ class Rotation:
         turned, passed = jnp.split(heads, [2 * pairs], axis=-1)
         sides, axis = ((pairs, 2), -1) if self.interleaved else ((2, pairs), -2)
         both = turned.astype(jnp.float32).reshape(*heads.shape[:2], *sides)
-        first, second = both.take(0, axis), both.take(1, axis)
+        first, second = (lax.index_in_dim(both, i, axis, keepdims=False) for i in range(2))
         cos, sin = self.cos[:, None], self.sin[:, None]
         both = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis)
         return jnp.concatenate([both.reshape(turned.shape).astype(heads.dtype), passed], axis=-1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import TINY
 
-from decoder.config import AttentionConfig, ConfigError, Experts, MLPConfig, ModelConfig, NormConfig
+from decoder.config import AttentionConfig, ConfigError, ExpertsConfig, MLPConfig, ModelConfig, NormConfig
 from decoder.config_json import model_config, read_config
 from decoder.families import FAMILIES
 from paged_jax.layers import RopeConfig, attention_factor, frequencies
@@ -225,7 +225,7 @@ def test_gpt_oss_20b() -> None:
     }
     config = model_config(fields)
     assert config.attention == AttentionConfig(64, 8, 64, 0.125, qkv_bias=True, out_bias=True, sinks=True)
-    assert config.mlp == MLPConfig(2880, "silu", True, Experts(32, 4, 7.0, 1.702))
+    assert config.mlp == MLPConfig(2880, "silu", True, ExpertsConfig(32, 4, 7.0, 1.702))
     assert config.windows == (128, None) * 12
     assert not config.rope.truncate
     with pytest.raises(ConfigError, match="not quantised, got quantization_config 'mxfp4'"):

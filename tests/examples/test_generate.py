@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tiny_llama import TinyLlama, tiny_llama
 
 from decoder.chat import render_chat
+from decoder.text import gguf_template
 
 PROMPTS = ["hello world", "zzz", "the 42 cats"]
 COUNT = 12
@@ -67,7 +68,7 @@ def run(model: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
 def expected_text(tiny: TinyLlama, text: str, count: int = COUNT, *, raw: bool = False, bos: bool = False) -> str:
     if not raw:
-        text = render_chat(tiny.metadata, [{"role": "user", "content": text}])
+        text = render_chat(gguf_template(tiny.metadata), [{"role": "user", "content": text}])
     return tiny.tokenizer.decode(tiny.greedy([1] * bos + tiny.tokenizer.encode(text).ids, count))
 
 
@@ -300,6 +301,12 @@ def test_a_damaged_model_is_refused(
 
 
 @pytest.mark.usefixtures("nothing_computed")
+def test_bad_sampling_is_refused_before_the_default_model_is_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["hello", "--top-k", "5"]) == 2
+    assert "--top-k needs --temperature" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_computed")
 def test_a_file_that_is_not_utf_8_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     status, out, err = run("--file", tmp_path / "latin.txt")
@@ -322,7 +329,7 @@ def test_a_model_that_is_not_there_is_refused(run: Run, tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, [], r"llama\.expert_count"),
         ({"llama.rope.scaling.type": "yarn"}, [], r"llama\.rope\.scaling\.type"),
         ({"llama.block_count": None}, [], r"llama\.block_count"),
-        ({"tokenizer.ggml.model": "llama"}, [], r"tokenizer\.ggml\.model .* got 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, [], r"tokenizer\.ggml\.model .* got 'bert'"),
         ({"tokenizer.ggml.tokens": None}, [], r"tokenizer\.ggml\.tokens"),
         ({"tokenizer.chat_template": None}, [], "without a template"),
         ({"tokenizer.chat_template": "{{ raise_exception('no') }}"}, [], "got its error: no"),
@@ -383,7 +390,7 @@ def test_running_out_of_pages_in_a_batch_keeps_every_row(run: Run, tiny: TinyLla
 @pytest.mark.download
 def test_the_real_model_answers(run: Run, smollm2_path: Path) -> None:
     question = "What is gravity? Answer in one sentence."
-    status, out, _ = run(question, path=smollm2_path, max_tokens=64)
+    status, out, _ = run(question, "--scan-layers", path=smollm2_path, max_tokens=64)
     assert status == 0
     assert out == (
         "Gravity is a fundamental concept in physics that describes the force of gravity, which is a result of the "

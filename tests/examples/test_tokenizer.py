@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from decoder.chat import render_chat
 from decoder.gguf import open_gguf
+from decoder.text import gguf_template
 from decoder.tokenizer import SpecialIds, build_tokenizer, special_ids
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -107,7 +108,9 @@ def test_special_ids(changes: dict[str, Any], expected: SpecialIds) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"model": "llama"}, NotImplementedError, r"tokenizer\.ggml\.model to be 'gpt2' .* got 'llama'"),
+        ({"model": "bert"}, NotImplementedError, r"tokenizer\.ggml\.model to be 'gpt2' .* or 'llama' .* got 'bert'"),
+        ({"model": "llama"}, ValueError, r"to have tokenizer\.ggml\.scores, got none"),
+        ({"model": "llama", "scores": [0.0]}, ValueError, r"scores to have \d+ entries, got 1"),
         ({"pre": "tekken"}, NotImplementedError, r"tokenizer\.ggml\.pre to be one of gpt-2, smollm, .* got 'tekken'"),
         ({"pre": None}, NotImplementedError, r"tokenizer\.ggml\.pre to be one of .* got None"),
         ({"model": None}, ValueError, r"to have tokenizer\.ggml\.model, got none"),
@@ -128,13 +131,72 @@ def test_an_id_outside_the_vocabulary() -> None:
         special_ids(tiny_metadata(eos_token_id=99999))
 
 
+# --- Sentencepiece ----------------------------------------------------------------------------------------------------
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = {"▁he": -1.0, "ll": -2.0, "he": -3.0, "llo": -4.0, "▁hello": -5.0, "lo": -6.0}
+PIECES = ["<unk>", "<bos>", "<eos>", *BYTES, "  ", "   ", "\n\n", *WORDS, *"▁helo"]
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    """Bytes, added runs of spaces and of lines, some words with scores, and letters."""
+    scores = {piece: -100.0 - i for i, piece in enumerate(PIECES)} | WORDS
+    types = {"<unk>": 2, "<bos>": 3, "<eos>": 3} | dict.fromkeys(BYTES, 6) | dict.fromkeys(("  ", "   ", "\n\n"), 4)
+    metadata = {
+        "model": "llama",
+        "tokens": PIECES,
+        "scores": [scores[piece] for piece in PIECES],
+        "token_type": [types.get(piece, 1) for piece in PIECES],
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "add_bos_token": True,
+        "add_space_prefix": False,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": item for key, item in metadata.items() if item is not None}
+
+
+@given(text=st.text(max_size=40) | st.text("helo \n", max_size=40))
+@pytest.mark.parametrize("prefix", [True, False, None])
+def test_sentencepiece_decoding_gives_the_text_back(prefix: bool | None, text: str) -> None:
+    tokenizer = build_tokenizer(sentencepiece_metadata(add_space_prefix=prefix))
+    text = text.replace("▁", "_")  # stands for a space
+    if prefix is not False:  # after an added token too there is a space more, as in llama.cpp
+        text = text.replace("\n", "_").replace("  ", "_")
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hello", ["he", "llo"]),  # ll before he before llo
+        (" hello", ["▁hello"]),
+        ("lo", ["lo"]),
+        ("é", ["<0xC3>", "<0xA9>"]),  # no such letter
+        ("lo  hello", ["lo", "▁▁", "he", "llo"]),  # a run of spaces goes before ▁he
+        ("lo     o", ["lo", "▁▁", "▁▁▁", "o"]),
+        ("h\n\no", ["h", "\n\n", "o"]),
+        ("<eos>lo", ["<eos>", "lo"]),
+    ],
+)
+def test_sentencepiece_merges_by_score(text: str, expected: list[str]) -> None:
+    tokenizer = build_tokenizer(sentencepiece_metadata())
+    assert pieces(tokenizer, text) == expected
+    assert all(tokenizer.token_to_id(piece) < len(PIECES) for piece in expected)
+
+
+def test_llama_2_puts_a_space_before_a_text() -> None:
+    assert pieces(build_tokenizer(sentencepiece_metadata(add_space_prefix=None)), "hello") == ["▁hello"]
+
+
 # --- Chat -------------------------------------------------------------------------------------------------------------
 
 HELLO = [{"role": "user", "content": "hello <&> ü"}]
 
 
 def rendered(template: str, messages: Any = HELLO, **options: Any) -> str:
-    return render_chat(tiny_metadata() | {"tokenizer.chat_template": template}, messages, **options)
+    return render_chat(gguf_template(tiny_metadata() | {"tokenizer.chat_template": template}), messages, **options)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +236,8 @@ def test_a_template_that_fails_or_reaches_out(template: str, message: str) -> No
 
 
 def test_a_model_without_a_template() -> None:
-    with pytest.raises(ValueError, match=r"has tokenizer\.chat_template, got a model without a template"):
-        render_chat(tiny_metadata(), HELLO)
+    with pytest.raises(ValueError, match="comes with a chat template, got a model without a template"):
+        render_chat(gguf_template(tiny_metadata()), HELLO)
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"content": "hello"}])
@@ -224,7 +286,7 @@ def test_the_real_tokenizer_round_trips(metadata: dict[str, Any]) -> None:
 
 @pytest.mark.download
 def test_the_real_chat_template(metadata: dict[str, Any]) -> None:
-    assert render_chat(metadata, QUESTION) == CHATML
+    assert render_chat(gguf_template(metadata), QUESTION) == CHATML
     assert build_tokenizer(metadata).encode(CHATML).ids[:2] == [1, 9690]  # <|im_start|>, "system"
 
 
@@ -262,4 +324,4 @@ def test_the_chat_prompt_equals_transformers(metadata: dict[str, Any], hf_tokeni
     ]
     for messages in (QUESTION, talk):
         expected = hf_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=go)
-        assert render_chat(metadata, messages, add_generation_prompt=go) == expected
+        assert render_chat(gguf_template(metadata), messages, add_generation_prompt=go) == expected
