@@ -5,10 +5,13 @@ from paged_jax import compat, layouts
 from paged_jax.attention import merge_attention, paged_attention
 from paged_jax.block_table import BlockTable, PageCopies
 from paged_jax.cache import PagedCache
+from paged_jax.cascade import cascade_attention, cascade_pays, shared_blocks
 from paged_jax.decode import DecodeResult, OutOfPages, decode
+from paged_jax.prefill import prefill_attention, prefill_way
 from paged_jax.prefix_cache import PrefixCache
 from paged_jax.sampling import Sampler, greedy
 from paged_jax.step import PagedStep
+from paged_jax.swap import SwappedRows, swap_in, swap_out
 from paged_jax.table_check import check_block_tables
 
 __all__ = [
@@ -20,6 +23,9 @@ __all__ = [
     "PagedStep",
     "PrefixCache",
     "Sampler",
+    "SwappedRows",
+    "cascade_attention",
+    "cascade_pays",
     "check_block_tables",
     "compat",
     "decode",
@@ -27,4 +33,9 @@ __all__ = [
     "layouts",
     "merge_attention",
     "paged_attention",
+    "prefill_attention",
+    "prefill_way",
+    "shared_blocks",
+    "swap_in",
+    "swap_out",
 ]

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from paged_jax import attention_xla, backends
 from paged_jax.block_table import BlockTable
-from paged_jax.cache import DTYPES, PagedCache, validate_layer, validate_table
+from paged_jax.cache import PagedCache
+from paged_jax.cache_check import FLOATS, validate_layer, validate_table
 from paged_jax.integers import as_int32
 from pallas_kernels import softmax
 
@@ -88,6 +89,8 @@ def paged_attention(
         "q": q,
         "k_pages": cache.k,
         "v_pages": cache.v,
+        "k_scales": cache.k_scale,
+        "v_scales": cache.v_scale,
         "block_tables": table.pages,
         "lengths": table.lengths,
         "query_lengths": query_lengths,
@@ -168,8 +171,8 @@ def _validate_queries(q, cache: PagedCache, table: BlockTable, query_lengths) ->
             f"q: expected shape [tokens, heads, head_dim] with head_dim {head_dim} and heads a multiple of the cache's "
             f"{num_kv_heads} kv heads, got {q.shape}"
         )
-    if q.dtype.name not in DTYPES:
-        raise ValueError(f"q: expected dtype {', '.join(DTYPES)}, got {q.dtype}")
+    if q.dtype.name not in FLOATS:
+        raise ValueError(f"q: expected dtype {', '.join(FLOATS)}, got {q.dtype}")
     if query_lengths is None:
         if q.shape[0] != table.max_rows:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from paged_jax import layouts
 from paged_jax.block_table import packed_rows
@@ -31,12 +31,14 @@ class _QueryTiles(NamedTuple):
 
 def attend(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    k_pages: Shaped[Array, "..."],
+    v_pages: Shaped[Array, "..."],
     block_tables: Int32[Array, "B M"],
     lengths: Int32[Array, " B"],
     *,
     layout: str,
+    k_scales: Float32[Array, "L P C K"] | None,
+    v_scales: Float32[Array, "L P C K"] | None,
     query_lengths: Int32[Array, " B"] | None,
     layer: Int32[Array, ""],
     window: Int32[Array, ""] | None,
@@ -66,6 +68,8 @@ def attend(
         q_tiles,
         k_pages,
         v_pages,
+        k_scales,
+        v_scales,
         block_tables,
         tiles,
         layer,
@@ -121,8 +125,10 @@ def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"]
 
 def _fold_partitions(
     q_tiles: Float32[Array, "S Q K G H"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    k_pages: Shaped[Array, "..."],
+    v_pages: Shaped[Array, "..."],
+    k_scales: Float32[Array, "L P C K"] | None,
+    v_scales: Float32[Array, "L P C K"] | None,
     block_tables: Int32[Array, "B M"],
     tiles: _QueryTiles,
     layer: Int32[Array, ""],
@@ -167,12 +173,12 @@ def _fold_partitions(
         page = block_tables.at[tiles.row[None, :, None], block].get(mode="clip", wrap_negative_indices=False)
         page = jnp.where(is_walked, page, 0)
 
-        def gather(pool, axes):  # [R, S, keys, K, dim]; dead cells are zero, since 0 · NaN is NaN
-            pages = layouts.take_pages(pool, axes, layer=layer, page=page)
+        def gather(pool, axes, scales):  # [R, S, keys, K, dim]; dead cells are zero, since 0 · NaN is NaN
+            pages = layouts.take_cells(pool, axes, scales, layer=layer, page=page)
             cells = pages.reshape(*position.shape, *pages.shape[-2:])
             return jnp.where(is_live[..., None, None], cells, 0).astype(jnp.float32)
 
-        keys = gather(k_pages, k_axes)
+        keys = gather(k_pages, k_axes, k_scales)
         scores = jnp.einsum("sqkgh,rstkh->rskgqt", q_tiles, keys, precision=lax.Precision.HIGHEST) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -185,7 +191,7 @@ def _fold_partitions(
         scores = jnp.where(is_visible[:, :, None, None], scores, -jnp.inf)
 
         def weigh(weights):
-            values = gather(v_pages, v_axes)
+            values = gather(v_pages, v_axes, v_scales)
             return jnp.einsum("rskgqt,rstkh->rskgqh", weights, values, precision=lax.Precision.HIGHEST)
 
         return softmax.update(state, scores, weigh, unit=softmax.LOG2_E, masked=True)

@@ -14,6 +14,7 @@ from paged_jax import attention
 from paged_jax.block_table import BlockTable
 from paged_jax.cache import PagedCache
 from paged_jax.integers import as_int32
+from pallas_kernels.quantisation import is_quantised
 
 _HIGHEST_MASK_VALUE = -1e4  # below it a masked key has no weight beside any usual logit
 
@@ -63,8 +64,9 @@ def paged_attention(
         k_pages, v_pages: the pools of one layer.
         block_tables: page of each block of each row; entries past a row's last block may be anything.
         lengths: keys of each row; None: every row fills its blocks.
-        k_scales_pages, v_scales_pages: one factor per token and head, of pools in any dtype. The pool is then
-            dequantised to float32 as a whole at each call: that costs by the pool's size, not by the rows' lengths.
+        k_scales_pages, v_scales_pages: one scale per token and head, of pools in any dtype; a pool of one byte per
+            element without them has scale 1. Each call turns the scales to [P, C, K]: that costs by the pool's
+            size, though they are small beside it. A floating pool with scales is multiplied out as a whole.
         block_h, pages_per_compute_block, k_splits, num_warps, num_stages, debug: how JAX's kernel was to cut its work;
             hints that change nothing, since these kernels choose by shapes, device and lengths.
         interpret: run the Triton kernel in interpret mode, on any host.
@@ -95,11 +97,13 @@ def paged_attention(
     rows, width = block_tables.shape
     lengths = jnp.full(rows, width * page_size) if lengths is None else lengths
 
+    k, k_scale = _one_layer("k_scales_pages", k_pages, k_scales_pages)
+    v, v_scale = _one_layer("v_scales_pages", v_pages, v_scales_pages)
     cache = PagedCache(
-        k=_dequantised("k_scales_pages", k_pages, k_scales_pages)[None],
-        v=_dequantised("v_scales_pages", v_pages, v_scales_pages)[None],
-        k_scale=None,
-        v_scale=None,
+        k=k,
+        v=v,
+        k_scale=k_scale,
+        v_scale=v_scale,
         layout="head_major",
         page_size=page_size,
     )
@@ -118,9 +122,13 @@ def paged_attention(
     )
 
 
-def _dequantised(name: str, pages: Shaped[Array, "K P C H"], scales: Float[Array, "K P C"] | None):
-    if scales is None:
-        return pages
-    if scales.shape != pages.shape[:3]:
-        raise ValueError(f"{name}: expected one factor per token and head, {pages.shape[:3]}, got {scales.shape}")
-    return pages.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+def _one_layer(name: str, pages: Shaped[Array, "K P C H"], scales: Float[Array, "K P C"] | None):
+    """The pages as a cache of one layer, and their scales as [1, P, C, K] if they are quantised."""
+    if scales is not None and scales.shape != pages.shape[:3]:
+        raise ValueError(f"{name}: expected one scale per token and head, {pages.shape[:3]}, got {scales.shape}")
+    if is_quantised(pages.dtype):
+        scales = jnp.ones(pages.shape[:3]) if scales is None else scales
+        return pages[None], jnp.moveaxis(scales.astype(jnp.float32), 0, -1)[None]
+    if scales is not None:
+        pages = pages.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+    return pages[None], None

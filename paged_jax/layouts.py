@@ -8,17 +8,28 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from pallas_kernels.layouts import Sizes, pool_axes, pool_index, pool_shape, pool_sizes
+from pallas_kernels.layouts import SCALE_AXES, Sizes, pool_axes, pool_index, pool_shape, pool_sizes
 
 if TYPE_CHECKING:
     import numpy as np
 
     from paged_jax.cache import PagedCache
 
-__all__ = ["Sizes", "convert", "pool_axes", "pool_shapes", "pool_sizes", "put_tokens", "take_pages"]
+__all__ = [
+    "SCALE_AXES",
+    "Sizes",
+    "convert",
+    "pool_axes",
+    "pool_shapes",
+    "pool_sizes",
+    "put_tokens",
+    "take_cells",
+    "take_pages",
+]
 
 _ALL = slice(None)
 
@@ -44,31 +55,48 @@ def pool_shapes(
 
 
 def put_tokens(
-    pool: Float[Array, "..."],
+    pool: Shaped[Array, "..."],
     axes: str,
-    values: Float[Array, "T K H"],
+    values: Shaped[Array, "T K *H"],
     *,
     layer: Int32[Array, ""],
     page: Int32[Array, " T"],
     cell: Int32[Array, " T"],
-) -> Float[Array, "..."]:
-    """Stores one vector per token and kv head; in place where the pool is donated.
+) -> Shaped[Array, "..."]:
+    """Stores one vector, or in a pool without H one number, per token and kv head; in place where the pool is donated.
 
     The cells must differ from each other. A page past the end stores nothing.
     """
     index = pool_index(axes, pool.shape, L=layer, P=page, C=cell, K=_ALL, H=_ALL)
-    values = _rearrange(values.astype(pool.dtype), "KH", _remaining(axes, "LPC"), _piece(axes, pool.shape))
+    values = _rearrange(
+        values.astype(pool.dtype), _present("KH", axes), _remaining(axes, "LPC"), _piece(axes, pool.shape)
+    )
     # The indexed axes are apart from each other or in front, so that the tokens are the first axis of what is stored.
     return pool.at[index].set(values, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
 def take_pages(
-    pool: Float[Array, "..."], axes: str, *, layer: Int32[Array, ""], page: Int32[Array, "..."]
-) -> Float[Array, "... C K H"]:
+    pool: Shaped[Array, "..."], axes: str, *, layer: Int32[Array, ""], page: Int32[Array, "..."]
+) -> Shaped[Array, "... C K *H"]:
     """Copies whole pages out of one layer; an id outside the pool gives some page that is inside."""
     index = pool_index(axes, pool.shape, L=layer, P=page, C=_ALL, K=_ALL, H=_ALL)
     pages = pool.at[index].get(mode="clip", wrap_negative_indices=False)
-    return _rearrange(pages, _remaining(axes, "LP"), "CKH")
+    return _rearrange(pages, _remaining(axes, "LP"), _present("CKH", axes))
+
+
+def take_cells(
+    pool: Shaped[Array, "..."],
+    axes: str,
+    scales: Float32[Array, "L P C K"] | None,
+    *,
+    layer: Int32[Array, ""],
+    page: Int32[Array, "..."],
+) -> Float[Array, "... C K H"]:
+    """Whole pages as attention means them: as they are, or with scales as float32 values times scales."""
+    pages = take_pages(pool, axes, layer=layer, page=page)
+    if scales is None:
+        return pages
+    return pages.astype(jnp.float32) * take_pages(scales, SCALE_AXES, layer=layer, page=page)[..., None]
 
 
 def convert(cache: PagedCache, layout: str) -> PagedCache:
@@ -92,12 +120,16 @@ def _remaining(axes: str, indexed: str) -> str:
     return "".join(axis for axis in axes if axis not in indexed)
 
 
+def _present(wanted: str, axes: str) -> str:
+    return "".join(axis for axis in wanted if axis in axes)
+
+
 def _piece(axes: str, shape: tuple[int, ...]) -> int:
     """The size of the `x` axis, 1 where there is none."""
     return shape[axes.index("x")] if "x" in axes else 1
 
 
-def _rearrange(array: Float[Array, "..."], axes: str, to: str, piece: int = 1) -> Float[Array, "..."]:
+def _rearrange(array: Shaped[Array, "..."], axes: str, to: str, piece: int = 1) -> Shaped[Array, "..."]:
     """Brings the last axes of an array, named by `axes`, in the order `to`.
 
     Where only `to` has an `x`, H is split into pieces of `piece`; where only `axes` has one, the pieces are joined.

@@ -21,7 +21,8 @@ class DecodeCase:
     layout: str = "NHD"
     spare_blocks: int = 0  # columns of the block table past the longest row's last block
     spare_pages: int = 0  # pages of the pool that no row holds
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of q and out
+    kv_dtype: str | None = None  # of the pools, where it is another; of one byte, with a factor for each vector
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
@@ -46,8 +47,10 @@ class DecodeCase:
     def kv_bytes(self) -> int:
         """Bytes of K and V that one step must read: each visible token's once."""
         seen = (min(length, self.window or length) for length in self.lengths)
-        itemsize = 4 if self.dtype == "float32" else 2
-        return sum(seen) * self.num_kv_heads * self.head_dim * 2 * itemsize
+        vector_bytes = self.head_dim * (4 if self.dtype == "float32" else 2)
+        if self.kv_dtype is not None:
+            vector_bytes = self.head_dim + 4
+        return sum(seen) * self.num_kv_heads * 2 * vector_bytes
 
 
 def log_uniform(rows: int, shortest: int, longest: int) -> tuple[int, ...]:
@@ -73,6 +76,7 @@ def _scaling(rows: int, length: int, name: str = "", **options) -> DecodeCase:
 
 
 _HEADLINE = frozenset({"headline"})
+_ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 DECODE_CASES = (
     DecodeCase("64 x 4096", (4096,) * 64, 32, 8, 128, tags=_HEADLINE),
@@ -105,6 +109,7 @@ DECODE_CASES = (
     _shape("16/1 heads", 512, (16, 1), 128),
     *(_shape(f"page {size}", 64, (32, 8), 128, page_size=size) for size in (1, 4, 8, 32, 64, 128, 256)),
     *(_shape(layout, 64, (32, 8), 128, layout=layout) for layout in ("HND", "head_major", "vllm")),
+    *(_equal(f"64 x 4096, {dtype}", 64, 4096, (32, 8), 128, "quantised", kv_dtype=dtype) for dtype in _ONE_BYTE),
     # Time should follow the tokens seen, and neither the table's width nor the pool's size.
     _scaling(64, 1024),
     _scaling(64, 2048),
@@ -116,3 +121,60 @@ DECODE_CASES = (
     _scaling(64, 4096, ", table 8 times as wide", spare_blocks=7 * 256),
     _scaling(64, 4096, ", pool 4 times as large", spare_pages=3 * 16384),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillCase:
+    """One step with several tokens per row, over what the rows hold with them."""
+
+    name: str
+    lengths: tuple[int, ...]  # tokens held by each row, those of the step included
+    query_lengths: tuple[int, ...]
+    tag: str
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    shared_tokens: int = 0  # that all rows begin with
+
+    @property
+    def pool(self) -> DecodeCase:
+        """The rows as they are held."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.page_size)
+        return DecodeCase(self.name, self.lengths, *sizes)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens held before the step by any row, at most."""
+        return max(length - count for length, count in zip(self.lengths, self.query_lengths, strict=True))
+
+    @property
+    def flops(self) -> int:
+        """Operations of both products: two for each query head, visible key and dim."""
+        pairs = sum(
+            count * (length - count) + count * (count + 1) // 2
+            for length, count in zip(self.lengths, self.query_lengths, strict=True)
+        )
+        return 4 * pairs * self.num_heads * self.head_dim
+
+
+def _drafts(count: int) -> PrefillCase:
+    return PrefillCase(f"64 x 4096, {count} tokens each", (4096,) * 64, (count,) * 64, "drafts")
+
+
+PREFILL_CASES = (
+    PrefillCase("2 fresh prompts of 2048", (2048,) * 2, (2048,) * 2, "fresh"),
+    PrefillCase("2 fresh prompts of 8192", (8192,) * 2, (8192,) * 2, "fresh"),
+    PrefillCase("8 fresh prompts, 54 to 4000", (54, 97, 300, 577, 1000, 1328, 2011, 4000),
+                (54, 97, 300, 577, 1000, 1328, 2011, 4000), "fresh"),
+    PrefillCase("2 chunks of 2048 on 6144", (8192,) * 2, (2048,) * 2, "chunk"),
+    PrefillCase("1 chunk of 512 on 32256", (32768,), (512,), "chunk"),
+    PrefillCase("64 x 4096 decoding", (4096,) * 64, (1,) * 64, "mixed"),
+    PrefillCase("1 chunk of 2048 on 2048", (4096,), (2048,), "mixed"),
+    PrefillCase("64 x 4096 decoding, 1 chunk of 2048 on 2048", (4096,) * 65, (1,) * 64 + (2048,), "mixed"),
+    *map(_drafts, (1, 2, 4, 8, 16)),
+    PrefillCase("1 x 32768, 4 tokens", (32768,), (4,), "drafts"),
+    PrefillCase("32 x 8448, 8192 shared", (8448,) * 32, (1,) * 32, "cascade", shared_tokens=8192),
+    PrefillCase("32 x 1280, 1024 shared", (1280,) * 32, (1,) * 32, "cascade", shared_tokens=1024),
+    PrefillCase("4 x 8448, 8192 shared", (8448,) * 4, (1,) * 4, "cascade", shared_tokens=8192),
+)  # fmt: skip

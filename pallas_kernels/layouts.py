@@ -19,6 +19,8 @@ LAYOUTS = {
     "vllm": ("LPKHCx", "LPKHC"),  # that of vLLM's paged attention kernels
 }
 
+SCALE_AXES = "LPCK"  # of the scales of quantised pools, in every layout
+
 Sizes = dict[str, int]  # axis → size, H whole
 
 

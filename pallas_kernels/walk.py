@@ -15,10 +15,10 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels import softmax
 from pallas_kernels.layouts import pool_index, pool_sizes
+from pallas_kernels.quantisation import is_quantised, power_of_two
 
 iota = functools.partial(jnp.arange, dtype=jnp.int32)
 
-_QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _SHORTEST_RUN = 8  # 16 bytes of two-byte values, what one thread loads at once
 
 
@@ -73,6 +73,8 @@ def fold(
     # A positive scale that is all that happens to a score goes into the softmax's unit instead of every score.
     is_scale_all = soft_cap is None and slopes is None and scale > 0
     unit = scale * softmax.LOG2_E if is_scale_all else softmax.LOG2_E
+    # Weights times scales of V can be too small for float16: a power of two goes in there, and out at the end.
+    lift = 1.0 if keys.v_scales_ref is None else power_of_two(keys.v_ref.dtype)
 
     def fold_tile(i, state, *, masked: bool):
         position = keys.begin + i * tile + iota(tile)
@@ -99,7 +101,7 @@ def fold(
 
         def weigh(weights):
             if keys.v_scales_ref is not None:
-                weights *= _load_scales(keys, keys.v_scales_ref, page, cell, is_live)[None, :]
+                weights *= lift * _load_scales(keys, keys.v_scales_ref, page, cell, is_live)[None, :]
             return dot(weights.astype(v_dtype), v.astype(v_dtype))
 
         if is_in_runs:
@@ -111,17 +113,19 @@ def fold(
     state = softmax.init(q.shape[:1], v_lanes)
     for first, end, masked in stretches:
         state = lax.fori_loop(first, end, functools.partial(fold_tile, masked=masked), state)
-    return softmax.finish(state, unit=unit)
+    out, lse = softmax.finish(state, unit=unit)
+    return (out if lift == 1 else out * (1 / lift)), lse
 
 
 def load(at, mask):
     """What lies there, zero where masked; None loads everything without a mask."""
-    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
+    zero = 0.0 if at.dtype.name.startswith("float8") else 0  # the lowering casts no integer to float8
+    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=zero)
 
 
 def _product_dtype(q_dtype, pool_dtype):
     """Products are of one dtype. Quantised values are exact in any other; what differs else meets in float32."""
-    return q_dtype if pool_dtype == q_dtype or pool_dtype.name in _QUANTISED else jnp.dtype("float32")
+    return q_dtype if pool_dtype == q_dtype or is_quantised(pool_dtype) else jnp.dtype("float32")
 
 
 def _load_heads(keys: Keys, ref, axes: str, page, cell, is_live, lanes: int):

@@ -20,6 +20,7 @@ KERNELS = [pytest.param("triton_interpret"), GPU]
 every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+INT8, E4M3, E5M2 = pools.QUANTISED
 
 
 # --- cases
@@ -64,7 +65,8 @@ def case(
     pool |= {"layers": 2, "layer": 1}
     pool = tuple(pool.items())
     options = tuple(options.items())
-    return Case(lengths, heads, q_dtype or dtype, pool, query_lengths, padding, options, traced_window)
+    q_dtype = q_dtype or (F32 if dtype in pools.QUANTISED else dtype)
+    return Case(lengths, heads, q_dtype, pool, query_lengths, padding, options, traced_window)
 
 
 EVERYTHING = {"window": 9, "soft_cap": 5.0, "sinks": True, "alibi_slopes": True, "scale": 0.5}
@@ -97,6 +99,14 @@ DECODE = {
     "float32 over float16": case(q_dtype=F32, dtype=F16),
     "bfloat16 over float32": case(q_dtype=BF16, dtype=F32),
     "float16 over bfloat16": case(q_dtype=F16, dtype=BF16),
+    # quantised
+    "bfloat16 over int8, page 5, values of 24, heads 5 of 1": case(
+        (0, 4, 11, 54), (5, 1), q_dtype=BF16, page_size=5, v_head_dim=24, dtype=INT8, num_partitions=3, **EVERYTHING
+    ),
+    "float8_e4m3fn, vllm, page 5": case((0, 4, 5, 54), page_size=5, head_dim=80, dtype=E4M3, layout="vllm"),
+    "float16 over float8_e5m2, head major, many keys of little weight": case(
+        (0, 150, 200), q_dtype=F16, page_size=32, dtype=E5M2, layout="head_major", magnitude=0.25
+    ),
     # options
     "scale": case(SHORT, scale=1.5),
     "window 1": case(window=1),
@@ -139,6 +149,8 @@ DECODE = {
     "partitions of everything": case((0, 1, 9, 54), num_partitions=3, **EVERYTHING),
 }
 
+FEW_AND_MANY = (97, 200, 54, 17, 9)
+
 RAGGED = {
     "whole prompts": case((0, 1, 7, 8, 9, 17), query_lengths=(0, 1, 7, 8, 9, 17)),
     "last tokens": case((0, 1, 8, 9, 54), query_lengths=(0, 1, 3, 2, 17)),
@@ -165,6 +177,21 @@ RAGGED = {
     "head major, window 9": case((9, 54), query_lengths=(9, 17), layout="head_major", window=9),
     "vllm, values of 24": case((9, 54), query_lengths=(9, 17), v_head_dim=24, layout="vllm", dtype=F16),
     "everything": case((0, 2, 9, 54), (6, 2), query_lengths=(2, 5, 9, 17), padding=4, **EVERYTHING),
+    # of which the kernel takes tiles of few and tiles of many tokens
+    "few tokens and many": case(FEW_AND_MANY, query_lengths=(1, 190, 3, 0, 9), dtype=BF16),
+    "few tokens and many, everything": case(
+        FEW_AND_MANY, (6, 2), query_lengths=(1, 190, 3, 0, 9), padding=7, dtype=F16, layout="vllm", **EVERYTHING
+    ),
+    "partitions of everything": case(
+        (0, 2, 9, 54), (6, 2), query_lengths=(2, 5, 9, 17), padding=4, num_partitions=4, **EVERYTHING
+    ),
+    # quantised
+    "bfloat16 over int8, vllm": case(
+        (0, 9, 54), query_lengths=(0, 9, 17), q_dtype=BF16, page_size=16, dtype=INT8, layout="vllm", **EVERYTHING
+    ),
+    "float16 over float8_e5m2, HND, page 5": case(
+        (2, 9, 54), query_lengths=(5, 9, 17), q_dtype=F16, page_size=5, dtype=E5M2, layout="HND", padding=3, window=9
+    ),
 }
 
 
@@ -189,6 +216,9 @@ DECODE_INTERPRETED = (
     "head major, page 24, values of 24, heads 12 of 4",
     "vllm, head_dim 112, values of 40, heads 5 of 1, bfloat16",
     "vllm, page 5, head_dim 24, float16",
+    "bfloat16 over int8, page 5, values of 24, heads 5 of 1",
+    "float8_e4m3fn, vllm, page 5",
+    "float16 over float8_e5m2, head major, many keys of little weight",
     "3 partitions, page 5, bfloat16",
     "more partitions than tokens",
     "partitions wholly outside the window",
@@ -204,13 +234,12 @@ RAGGED_INTERPRETED = (
     "float32 over bfloat16",
     "traced window 11",
     "vllm, values of 24",
-    "everything",
+    "few tokens and many",
+    "few tokens and many, everything",
+    "partitions of everything",
+    "bfloat16 over int8, vllm",
+    "float16 over float8_e5m2, HND, page 5",
 )
-
-
-def in_one_partition(case):
-    """The same case without partitions, which the kernel for ragged queries does not make."""
-    return dataclasses.replace(case, options=tuple(pair for pair in case.options if pair[0] != "num_partitions"))
 
 
 LONG = (0, 1, 54, 97, 1328, 2011, 16384)
@@ -236,12 +265,29 @@ DECODE_AT_SIZE = {
     "head major": case(LONG, (8, 2), page_size=64, head_dim=64, dtype=F16, layout="head_major"),
     "vllm": case(LONG, (64, 8), page_size=16, head_dim=128, dtype=BF16, layout="vllm"),
     "vllm, page 5, float32": case(LONG, (8, 2), page_size=5, head_dim=80, layout="vllm"),
+    "float16 over int8, vllm": case(
+        (0, 15, 17, 54), q_dtype=F16, page_size=16, head_dim=48, dtype=INT8, layout="vllm", window=33
+    ),
+    "float16 over float8_e4m3fn, rows share pages": case((20, 20, 9), q_dtype=F16, dtype=E4M3, shared=(0, 1, 2)),
+    "large values, float8_e4m3fn, 2 partitions": case(
+        (0, 8, 9, 54), dtype=E4M3, layout="HND", magnitude=30.0, scale=1e-3, num_partitions=2
+    ),
+    "int8": case(LONG, (32, 8), q_dtype=BF16, page_size=16, head_dim=128, dtype=INT8),
+    "float8_e4m3fn": case(LONG, (32, 8), q_dtype=BF16, page_size=16, head_dim=128, dtype=E4M3),
+    "float8_e5m2, float16, HND": case(LONG, (8, 2), q_dtype=F16, page_size=32, dtype=E5M2, layout="HND"),
+    "float8_e4m3fn, vllm": case(LONG, (8, 2), q_dtype=F16, page_size=16, head_dim=128, dtype=E4M3, layout="vllm"),
+    "int8, vllm, float32": case(LONG, (7, 1), page_size=32, head_dim=80, dtype=INT8, layout="vllm", window=533),
 }
 
 RAGGED_AT_SIZE = {
+    "drafts over one long row": case((16384,), (32, 8), query_lengths=(4,), page_size=16, head_dim=128, dtype=BF16),
+    "a chunk among decoding rows": case(
+        (2011, 1328, 97, 4000), (32, 8), query_lengths=(1, 577, 1, 17), page_size=16, head_dim=128, dtype=BF16
+    ),
     "heads 64 of 8": case((0, 1, 97, 1328, 2011), (64, 8), query_lengths=(0, 1, 17, 577, 3), head_dim=128, dtype=BF16),
     "float32": case((97, 577, 2011), (8, 2), query_lengths=(97, 577, 2), page_size=32, head_dim=80, padding=9),
     "everything": case((97, 577, 2011), (7, 1), query_lengths=(2, 577, 17), page_size=5, dtype=BF16, **EVERYTHING),
+    "int8": case((97, 577, 2011), (8, 2), query_lengths=(2, 577, 17), q_dtype=BF16, head_dim=128, dtype=INT8),
 }
 
 

@@ -1,6 +1,7 @@
 """Pools as a long-lived server has them: pages in any order, and everything that no row owns poisoned."""
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -21,25 +22,33 @@ GARBAGE = (PADDING, MINUS_ONE, HUGE, OTHERS)
 # Where the axes [L, P, C, K, H] go in each layout; vLLM's K is packed as well.
 LAYOUTS = {"NHD": (0, 1, 2, 3, 4), "HND": (0, 1, 3, 2, 4), "head_major": (0, 3, 1, 2, 4), "vllm": (0, 1, 3, 4, 2)}
 
+# Largest magnitude of the dtypes whose vectors come with a scale each.
+QUANTISED = {jnp.int8: 127, jnp.float8_e4m3fn: 448, jnp.float8_e5m2: 57344}
+_LARGEST = {np.dtype(dtype): largest for dtype, largest in QUANTISED.items()}
+
 # Dtypes of a pool whose writes must be in place.
-WRITTEN_IN_PLACE = (
-    jnp.float32,
-    jnp.float16,
-    pytest.param(
-        jnp.bfloat16,
-        marks=pytest.mark.xfail(
-            jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu",
-            reason="XLA of JAX 0.10 widens a bfloat16 array to float32 and back wherever a CPU updates part of it",
-        ),
-    ),
+_WIDENED = pytest.mark.xfail(
+    jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu",
+    reason="XLA of JAX 0.10 widens a bfloat16 array to float32 and back wherever a CPU updates part of it",
 )
+WRITTEN_IN_PLACE = (jnp.float32, jnp.float16, pytest.param(jnp.bfloat16, marks=_WIDENED), jnp.int8)
+WRITTEN_IN_PLACE_IN_LAYOUTS = (
+    *itertools.product((jnp.float32, jnp.float16), LAYOUTS),
+    *(pytest.param(jnp.bfloat16, layout, marks=_WIDENED) for layout in LAYOUTS),
+    *itertools.product((jnp.int8,), ("NHD", "vllm")),
+)
+
+
+def of_tokens(dtype):
+    """The dtype of what is written to a pool of this dtype."""
+    return jnp.float32 if dtype in QUANTISED else dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
     cache: paged_jax.PagedCache
     table: paged_jax.BlockTable
-    k_rows: list  # of [length, K, H], as the cache holds them
+    k_rows: list  # of [length, K, H], as the cache holds them: in float64 values times scales if it is quantised
     v_rows: list  # of [length, K, Hv]
     lengths: np.ndarray
     layer: int
@@ -94,24 +103,42 @@ def nhd(pool, layout, name):
     return np.transpose(pool, np.argsort(LAYOUTS[layout]))
 
 
-def cache_of(k, v, layout="NHD"):
+def cache_of(k, v, layout="NHD", k_scale=None, v_scale=None):
     """A cache that holds K [L, P, C, K, H] and V, laid out."""
+    k_scale, v_scale = (None if scale is None else jnp.array(scale, jnp.float32) for scale in (k_scale, v_scale))
     return paged_jax.PagedCache(
-        k=jnp.asarray(laid_out(np.asarray(k), layout, "k")),
-        v=jnp.asarray(laid_out(np.asarray(v), layout, "v")),
-        k_scale=None,
-        v_scale=None,
+        k=jnp.array(laid_out(np.asarray(k), layout, "k")),  # copied: JAX cannot donate what numpy holds
+        v=jnp.array(laid_out(np.asarray(v), layout, "v")),
+        k_scale=k_scale,
+        v_scale=v_scale,
         layout=layout,
         page_size=k.shape[2],
     )
 
 
 def contents(cache):
-    """K and V of a cache as [L, P, C, K, H]."""
-    return nhd(cache.k, cache.layout, "k"), nhd(cache.v, cache.layout, "v")
+    """K and V of a cache as [L, P, C, K, H]; of a quantised one in float64, values times scales."""
+    k, v = nhd(cache.k, cache.layout, "k"), nhd(cache.v, cache.layout, "v")
+    if cache.k_scale is None:
+        return k, v
+    return dequantised(k, np.asarray(cache.k_scale)), dequantised(v, np.asarray(cache.v_scale))
+
+
+def quantised(vectors, dtype):
+    """The nearest values [.., H] of a dtype of one byte, and their scales [..]; no vector may be zero."""
+    scale = np.abs(vectors).max(-1) / np.float32(_LARGEST[dtype])
+    values = vectors / scale[..., None]
+    return (np.rint(values) if dtype == np.int8 else values).astype(dtype), scale
+
+
+def dequantised(values, scale):
+    with np.errstate(invalid="ignore"):  # dead cells may hold anything
+        return values.astype(np.float64) * scale.astype(np.float64)[..., None]
 
 
 def _poisoned(shape, dtype, poison, rng):
+    if dtype == np.int8:  # of NaN and infinity it has no notion
+        return rng.integers(-128, 128, shape, dtype) if poison is NOISE else np.full(shape, 127, dtype)
     if poison is NOISE:
         return (100 * rng.standard_normal(shape)).astype(dtype)
     if np.isfinite(poison):
@@ -147,8 +174,9 @@ def build(
     dtype, lengths = np.dtype(dtype), np.asarray(lengths, np.int32)
     values, places = np.random.default_rng(seed), np.random.default_rng([placement, 1])
     dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
+    wide = np.dtype(np.float32) if dtype in _LARGEST else dtype
     rows = [
-        [(magnitude * values.standard_normal((n, num_kv_heads, dim))).astype(dtype) for n in lengths] for dim in dims
+        [(magnitude * values.standard_normal((n, num_kv_heads, dim))).astype(wide) for n in lengths] for dim in dims
     ]
     blocks = -(-lengths // page_size)
     num_pages = int(blocks.sum()) + spare_pages
@@ -160,23 +188,36 @@ def build(
         for row in rows:
             row[child][: n * page_size] = row[parent][: n * page_size]
 
-    pools = []
-    for dim, of_rows in zip(dims, rows, strict=True):
-        pool = _poisoned((layers, num_pages, page_size, num_kv_heads, dim), dtype, poison, places)
-        for row, row_pages in zip(of_rows, pages, strict=True):
+    def placed(rows, shape, dtype):
+        pool = _poisoned((layers, num_pages, page_size, num_kv_heads, *shape), dtype, poison, places)
+        for row, row_pages in zip(rows, pages, strict=True):
             for i, page in enumerate(row_pages):
                 cells = row[i * page_size : (i + 1) * page_size]
                 pool[layer, page, : len(cells)] = cells
-        pools.append(pool)
+        return pool
+
     table = block_table(pages, lengths, num_pages, page_size, width=width, garbage=garbage, seed=placement)
-    return Pool(cache_of(*pools, layout), table, *rows, lengths, layer)
+    if dtype not in _LARGEST:
+        cache = cache_of(*(placed(of_rows, (dim,), dtype) for dim, of_rows in zip(dims, rows, strict=True)), layout)
+        return Pool(cache, table, *rows, lengths, layer)
+    held, scales = zip(
+        *([*zip(*(quantised(row, dtype) for row in of_rows), strict=True)] for of_rows in rows), strict=True
+    )
+    cache = cache_of(
+        *(placed(of_rows, (dim,), dtype) for dim, of_rows in zip(dims, held, strict=True)),
+        layout,
+        *(placed(of_rows, (), np.dtype(np.float32)) for of_rows in scales),
+    )
+    rows = [[*map(dequantised, values, factors)] for values, factors in zip(held, scales, strict=True)]
+    return Pool(cache, table, *rows, lengths, layer)
 
 
 _WHOLE = re.compile(r"= \(?\w+\[([\d,]*)\]\S* (copy|copy-start|convert|select|dynamic-slice|slice|transpose)\(")
 
 
 def pool_copies(hlo, cache):
-    """The operations of a compiled program that make as many elements as one layer's pool holds."""
+    """The operations of a compiled program that make as many elements as one layer's pool holds, or all its scales."""
     smallest = min(math.prod(pool.shape[1:]) for pool in (cache.k, cache.v))
-    found = ((shape, math.prod(int(n) for n in shape.split(",") if n), name) for shape, name in _WHOLE.findall(hlo))
-    return [f"{name}[{shape}]" for shape, size, name in found if size >= smallest]
+    scales = [] if cache.k_scale is None else [cache.k_scale.shape, cache.k_scale.shape[1:]]
+    found = ((tuple(int(n) for n in shape.split(",") if n), name) for shape, name in _WHOLE.findall(hlo))
+    return [f"{name}{shape}" for shape, name in found if math.prod(shape) >= smallest or shape in scales]

@@ -19,13 +19,16 @@ MAY_IMPORT = {
         "attention",
         "block_table",
         "cache",
+        "cascade",
         "compat",
         "decode",
         "exported",
         "layouts",
+        "prefill",
         "prefix_cache",
         "sampling",
         "step",
+        "swap",
         "table_check",
     },
     "paged_jax.integers": set(),
@@ -38,14 +41,45 @@ MAY_IMPORT = {
     "paged_jax.backends": {"pallas_kernels", "platform_choice"},
     "paged_jax.step": {"block_table", "integers"},
     "paged_jax.layouts": {"pallas_kernels.layouts"},
-    "paged_jax.cache": {"block_table", "integers", "layouts"},
+    "paged_jax.cache": {
+        "backends",
+        "block_table",
+        "cache_check",
+        "cache_write_xla",
+        "integers",
+        "layouts",
+        "pallas_kernels.quantisation",
+    },
+    "paged_jax.cache_check": {"integers", "layouts", "pallas_kernels.quantisation"},
+    "paged_jax.cache_write_xla": {"layouts", "pallas_kernels.quantisation"},
+    "paged_jax.swap": {"block_table", "cache", "cache_check", "integers"},
     "paged_jax.attention_xla": {"block_table", "layouts", "pallas_kernels.softmax"},
-    "paged_jax.attention": {"attention_xla", "backends", "block_table", "cache", "integers", "pallas_kernels.softmax"},
-    "paged_jax.compat": {"attention", "block_table", "cache", "integers"},
+    "paged_jax.attention": {
+        "attention_xla",
+        "backends",
+        "block_table",
+        "cache",
+        "cache_check",
+        "integers",
+        "pallas_kernels.softmax",
+    },
+    "paged_jax.cascade": {"attention", "block_table", "cache"},
+    "paged_jax.cudnn": set(),
+    "paged_jax.prefill": {
+        "attention",
+        "block_table",
+        "cache",
+        "cache_check",
+        "cudnn",
+        "layouts",
+        "pallas_kernels.softmax",
+        "platform_choice",
+    },
+    "paged_jax.compat": {"attention", "block_table", "cache", "integers", "pallas_kernels.quantisation"},
     "paged_jax.decode": {"block_table", "sampling", "step"},
     "paged_jax.layers": {"layers.attention", "layers.rope"},
     "paged_jax.layers.rope": set(),
-    "paged_jax.layers.attention": {"attention", "cache", "integers", "layers.rope", "step"},
+    "paged_jax.layers.attention": {"attention", "cache", "integers", "layers.rope", "prefill", "step"},
 }
 
 
@@ -97,6 +131,8 @@ def test_kernels_are_a_leaf_that_imports_only_jax_and_numpy(path):
     "path", [path for path in SOURCES if path.parts[0] in ("paged_jax", "pallas_kernels")], ids=str
 )
 def test_no_private_jax_imports(path):
+    if path.as_posix() == "paged_jax/cudnn.py":
+        return  # the one file that may: JAX has no public name for what it needs
     assert not [name for name in module_level_imports(path) if name.startswith("jax._src")]
     assert "jax._src" not in (ROOT / path).read_text(encoding="utf-8")
 

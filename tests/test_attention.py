@@ -14,17 +14,16 @@ from attention_cases import (
     DECODE,
     DECODE_AT_SIZE,
     DECODE_INTERPRETED,
+    E4M3,
     EVERYTHING,
     F16,
     GPU,
-    KERNELS,
     RAGGED,
     RAGGED_AT_SIZE,
     RAGGED_INTERPRETED,
     bits,
     case,
     every,
-    in_one_partition,
     meaning,
     op,
     options_of,
@@ -55,12 +54,12 @@ def test_decode_is_dense_attention_when_interpreted(name):
 @pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("implementation", ["xla", GPU])
 def test_ragged_queries_are_dense_attention(case, implementation):
-    run_case(case if implementation == "xla" else in_one_partition(case), implementation)
+    run_case(case, implementation)
 
 
 @pytest.mark.parametrize("name", RAGGED_INTERPRETED)
 def test_ragged_queries_are_dense_attention_when_interpreted(name):
-    run_case(in_one_partition(RAGGED[name]), "triton_interpret")
+    run_case(RAGGED[name], "triton_interpret")
 
 
 @pytest.mark.gpu
@@ -79,13 +78,6 @@ def test_ragged_queries_at_size_are_dense_attention(case):
 @pytest.mark.parametrize("case", [DECODE["everything"], RAGGED["everything"]], ids=["decode", "ragged"])
 def test_the_automatic_choice_is_dense_attention(case):
     run_case(case, None)
-
-
-@pytest.mark.parametrize("implementation", KERNELS)
-def test_a_kernel_refuses_partitions_of_ragged_queries(implementation):
-    q, pool, _, _, _ = posed(RAGGED["whole prompts"])
-    with pytest.raises(NotImplementedError, match="no more than 1 partition with query_lengths, not 3"):
-        op(implementation, num_partitions=3)(q, pool, RAGGED["whole prompts"].query_lengths)
 
 
 def test_a_named_kernel_never_gives_way_to_another():
@@ -140,6 +132,7 @@ POISONED = {
     "head major": case((0, 5, 9), page_size=5, layout="head_major"),
     "page 5, float16": case((0, 4, 5, 11), page_size=5, dtype=F16, head_dim=24),
     "everything in 3 partitions": case((0, 1, 9, 21), dtype=BF16, **EVERYTHING, num_partitions=3),
+    "float8_e4m3fn, vllm in 2 partitions": case((0, 1, 8, 21), dtype=E4M3, layout="vllm", num_partitions=2),
 }
 
 
@@ -158,7 +151,6 @@ def test_decode_is_bit_identical_whatever_the_dead_cells_hold(case, implementati
 @every
 def test_ragged_queries_are_bit_identical_whatever_the_dead_cells_hold(case, implementation):
     counts = tuple(min(n, 5) for n in case.lengths)
-    case = case if implementation == "xla" else in_one_partition(case)
     assert_blind_to_dead_cells(dataclasses.replace(case, query_lengths=counts, padding=3), implementation)
 
 
@@ -196,8 +188,7 @@ def test_any_placement_of_pages_gives_the_same_decode(implementation):
 
 @every
 def test_any_placement_of_pages_gives_the_same_ragged_queries(implementation):
-    placed = PLACED if implementation == "xla" else in_one_partition(PLACED)
-    assert_placed_anywhere(dataclasses.replace(placed, query_lengths=(0, 9, 3, 1)), implementation)
+    assert_placed_anywhere(dataclasses.replace(PLACED, query_lengths=(0, 9, 3, 1)), implementation)
 
 
 # --- laws

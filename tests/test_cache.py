@@ -22,7 +22,11 @@ def noise(shape, dtype=jnp.float32, seed=0):
 def filled(dtype=jnp.float32, *, layout="NHD", layers=LAYERS, pages=PAGES, page_size=PAGE_SIZE, seed=0):
     """A cache where every cell differs, so that any stray write shows."""
     shape = (layers, pages, page_size, HEADS)
-    return pools.cache_of(noise((*shape, DIM), dtype, seed), noise((*shape, V_DIM), dtype, seed + 1), layout)
+    k, v = noise((*shape, DIM), seed=seed), noise((*shape, V_DIM), seed=seed + 1)
+    if dtype not in pools.QUANTISED:
+        return pools.cache_of(k.astype(dtype), v.astype(dtype), layout)
+    (k, k_scale), (v, v_scale) = (pools.quantised(np.asarray(pool), np.dtype(dtype)) for pool in (k, v))
+    return pools.cache_of(k, v, layout, k_scale, v_scale)
 
 
 def tokens(count, dtype=jnp.float32, seed=7):
@@ -50,9 +54,9 @@ def assert_in_place(function, cache, *arguments):
     """Compiled with the cache donated, the program keeps the buffers and makes nothing as large as a layer's pool."""
     compiled = jax.jit(function, donate_argnums=0).lower(cache, *arguments).compile()
     assert pools.pool_copies(compiled.as_text(), cache) == []
-    before = [pool.unsafe_buffer_pointer() for pool in (cache.k, cache.v)]
+    before = [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(cache)]
     after = compiled(cache, *arguments)
-    assert [pool.unsafe_buffer_pointer() for pool in (after.k, after.v)] == before
+    assert [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(after)] == before
     assert cache.k.is_deleted()
 
 
@@ -110,7 +114,7 @@ def test_layout_and_page_size_are_static_and_pools_are_leaves():
     assert jax.jit(lambda cache: cache)(cache).layout == "NHD"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("v_head_dim", [None, V_DIM])
 @pytest.mark.parametrize("excess", [-1, 0, 1])
 @pytest.mark.parametrize("pages", [1, 2, 1000])
@@ -137,6 +141,7 @@ CANNOT_BE = {
     "v_head_dim 0": lambda: PagedCache.create(1, 2, 4, HEADS, DIM, v_head_dim=0),
     "slots beyond int32": lambda: PagedCache.create(1, 2**24, 2**8, HEADS, DIM),
     "an integer dtype": lambda: PagedCache.create(1, 2, 4, HEADS, DIM, jnp.int32),
+    "vllm with head_dim 24 in int8": lambda: PagedCache.create(1, 2, 4, HEADS, 24, jnp.int8, layout="vllm"),
     "an unknown layout": lambda: PagedCache.create(1, 2, 4, HEADS, DIM, layout="nonsense"),
     "vllm with head_dim 20": lambda: PagedCache.create(1, 2, 4, HEADS, 20, layout="vllm"),
     "vllm with head_dim 18 in float32": lambda: PagedCache.create(1, 2, 4, HEADS, 18, jnp.float32, layout="vllm"),
@@ -163,6 +168,8 @@ CONTRADICTIONS = {
     "fewer pages of V": lambda cache: dataclasses.replace(cache, v=cache.v[:, 1:]),
     "another number of heads in V": lambda cache: dataclasses.replace(cache, v=cache.v[..., :1, :]),
     "one layer of K": lambda cache: dataclasses.replace(cache, k=cache.k[0]),
+    "an unknown dtype": lambda cache: dataclasses.replace(cache, k=cache.k.astype(jnp.int32)),
+    "scales without need": lambda cache: dataclasses.replace(cache, k_scale=jnp.ones(cache.k.shape[:4])),
     "pieces of 8 bytes": lambda cache: dataclasses.replace(
         pools.cache_of(*pools.contents(cache), "vllm"), k=jnp.zeros((LAYERS, PAGES, HEADS, DIM // 2, PAGE_SIZE, 2))
     ),
@@ -276,13 +283,18 @@ def write_one_layer(cache, k, v, slots):
 WRITES = {"one layer": write_one_layer, "a scan over layers": write_every_layer}
 
 
-@pytest.mark.parametrize("dtype", pools.WRITTEN_IN_PLACE)
+@pytest.mark.parametrize(("dtype", "layout"), pools.WRITTEN_IN_PLACE_IN_LAYOUTS)
 @pytest.mark.parametrize("writes", WRITES.values(), ids=WRITES)
-@every_layout
 def test_a_donated_write_keeps_the_buffers_and_copies_no_pool(writes, dtype, layout):
-    k, v = noise((LAYERS, 4, HEADS, DIM), dtype), noise((LAYERS, 4, HEADS, V_DIM), dtype)
+    k, v = (noise((LAYERS, 4, HEADS, dim), pools.of_tokens(dtype)) for dim in (DIM, V_DIM))
     slots = jnp.asarray([7, 0, 11, 29], jnp.int32)
     assert_in_place(writes, filled(dtype, pages=BIG_PAGES, layout=layout), k, v, slots)
+
+
+@pytest.mark.xfail(jax.default_backend() == "cpu", reason="XLA widens a float8 array where a CPU updates part of it")
+def test_a_donated_write_of_float8_copies_no_pool():
+    cache = filled(jnp.float8_e4m3fn, pages=BIG_PAGES)
+    assert_in_place(PagedCache.write, cache, 0, *tokens(4), jnp.asarray([7, 0, 11, 29], jnp.int32))
 
 
 def test_the_search_for_copies_finds_one():
@@ -395,10 +407,10 @@ def test_page_copies_copy_whole_pages_of_every_layer(pairs, layout):
     assert_pools(copy_pages(cache, page_copies(*pairs)), k, v)
 
 
-@every_layout
-def test_donated_page_copies_keep_the_buffers_and_copy_no_pool(layout):
+@pytest.mark.parametrize(("dtype", "layout"), [*((jnp.float32, layout) for layout in pools.LAYOUTS), (jnp.int8, "HND")])
+def test_donated_page_copies_keep_the_buffers_and_copy_no_pool(dtype, layout):
     copies = page_copies((2, 4), (BIG_PAGES, BIG_PAGES), (1, 3))
-    assert_in_place(PagedCache.copy_pages, filled(pages=BIG_PAGES, layout=layout), copies)
+    assert_in_place(PagedCache.copy_pages, filled(dtype, pages=BIG_PAGES, layout=layout), copies)
 
 
 def test_page_copies_trace_in_scan():

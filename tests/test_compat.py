@@ -87,6 +87,27 @@ def test_scales_stand_for_a_factor_per_token_and_head(pool_dtype, scaled):
     np.testing.assert_allclose(out, truth, atol=1e-4)
 
 
+def test_a_pool_of_one_byte_is_never_multiplied_out():
+    """Nor is a factor read that belongs to no row's cell."""
+    q, k, v, tables = inputs()
+    k, v = ((30 * pool).astype(jnp.int8) for pool in (k, v))
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    is_held = np.zeros((KV_HEADS, PAGES, PAGE_SIZE), bool)
+    for pages, length in zip(np.asarray(tables), LENGTHS, strict=True):
+        for j in range(length):
+            is_held[:, pages[j // PAGE_SIZE], j % PAGE_SIZE] = True
+    arguments = [(k, v, tables, lengths, *[jnp.where(is_held, 0.02, dead)] * 2) for dead in (1.0, jnp.nan)]
+    outs = [compat.paged_attention(q, *each) for each in arguments]
+    np.testing.assert_array_equal(*outs)
+    pool, scales = (jax.ShapeDtypeStruct((KV_HEADS, 1000, *shape), dtype) for shape, dtype in (
+        ((PAGE_SIZE, HEAD_DIM), jnp.int8), ((PAGE_SIZE,), jnp.float32)
+    ))  # fmt: skip
+    hlo = compat.paged_attention.lower(q, pool, pool, tables, lengths, scales, scales).compile().as_text()
+    assert "s8[1,2,1000,4,16]" in hlo
+    assert "f32[1,2,1000,4,16]" not in hlo
+    assert "f32[2,1000,4,16]" not in hlo
+
+
 HINTS = {
     "block_h": 32,
     "pages_per_compute_block": 3,

@@ -33,7 +33,7 @@ def seconds_per_step(num_pages: int, dtype, layout: str) -> float:
     """Of a donated step that writes and attends in every layer."""
     cache = PagedCache.create(LAYERS, num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype, layout=layout)
     table, _ = BlockTable.create(num_pages, PAGE_SIZE, ROWS, 8).extend(jnp.asarray([1, 50, 17, 90]))
-    q, k = jnp.ones((ROWS, 4, HEAD_DIM), dtype), jnp.ones((ROWS, KV_HEADS, HEAD_DIM), dtype)
+    q, k = (jnp.ones((ROWS, heads, HEAD_DIM), pools.of_tokens(dtype)) for heads in (4, KV_HEADS))
     _, step, _ = table.step(jnp.ones(ROWS, jnp.int32))
 
     def forward(cache):

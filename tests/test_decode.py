@@ -385,13 +385,15 @@ def test_cache_and_table_are_donated_and_reused():
     assert not any(array.is_deleted() for array in weights().values())
 
 
-def test_the_compiled_loop_holds_no_copy_of_the_pool():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_the_compiled_loop_holds_no_copy_of_the_pool(dtype):
     cache, table = prompted(pages=1024)
+    cache = PagedCache.create(1, 1024, PAGE_SIZE, KV_HEADS, DIM, dtype)
     compiled = (
         jax.jit(lambda cache, table: run(cache, table), donate_argnums=(0, 1)).trace(cache, table).lower().compile()
     )
     assert pools.pool_copies(compiled.as_text(), cache) == []
-    assert compiled.memory_analysis().temp_size_in_bytes < cache.k.nbytes // 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * cache.k.size
 
 
 # --- How it is called

@@ -20,9 +20,9 @@ def decode_step(cache, table, q, k, v, implementation=None):
     return cache, table, step, paged_attention(q, cache, step.table, implementation=implementation), ok
 
 
-def arguments(layout="NHD"):
+def arguments(layout="NHD", dtype=jnp.float32):
     table, _ = BlockTable.create(PAGES, PAGE_SIZE, ROWS, 3).extend(jnp.asarray([3, 6]))
-    cache = PagedCache.create(1, PAGES, PAGE_SIZE, 2, 16, jnp.float32, layout=layout)
+    cache = PagedCache.create(1, PAGES, PAGE_SIZE, 2, 16, dtype, layout=layout)
     q, k, v = (jax.random.normal(jax.random.key(heads), (ROWS, heads, 16)) for heads in (4, 2, 2))
     return cache, table, q, k, v
 
@@ -52,6 +52,15 @@ def test_a_decode_step_is_exported_for_cuda_from_a_host_without_one(implementati
     assert TRITON in exported.mlir_module()
     structure = jax.tree.structure(jax.eval_shape(decode_step, *arguments(layout)))
     assert exported.out_tree == structure  # caches, tables and steps come back as such
+
+
+def test_a_step_over_a_quantised_cache_is_exported_with_its_scales():
+    dtype = jnp.float8_e4m3fn
+    exported = export(arguments(dtype=dtype), ["cpu", "cuda"])
+    assert TRITON in exported.mlir_module()
+    if jax.default_backend() != "gpu":
+        outputs, expected = exported.call(*arguments(dtype=dtype)), decode_step(*arguments(dtype=dtype))
+        assert_same_step(*(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), x) for x in (outputs, expected)))
 
 
 @pytest.mark.parametrize("platforms", [["cpu"], ["cpu", "cuda"], ["cuda", "rocm", "tpu", "cpu"]], ids=", ".join)

@@ -328,6 +328,20 @@ def test_hidden_states_that_do_not_fit_are_refused(shape):
         made()(jnp.ones(shape), cache, step, layer=0)
 
 
+def test_what_rows_held_before_is_said_of_prompts_and_not_of_decode_steps():
+    cache, table = new_pool()
+    x, layer = jnp.asarray(np.concatenate(hidden((2, 1, 3)))), made()
+    _, step, _ = plan(table, jnp.array([2, 1, 3]), 6)
+    y, _ = layer(x, cache, step, layer=0)
+    fresh, _ = layer(x, cache, step, layer=0, max_context=0)
+    np.testing.assert_array_equal(fresh, y)
+    with pytest.raises(ValueError, match="max_context: expected None or an int of at least 0"):
+        layer(x, cache, step, layer=0, max_context=-1)
+    _, step, _ = plan(table, jnp.ones(3, jnp.int32), None)
+    with pytest.raises(ValueError, match="max_context: expected None in a decode step, got 0"):
+        layer(x[:3], cache, step, layer=0, max_context=0)
+
+
 def test_a_pool_of_other_heads_is_refused():
     cache, table = new_pool(num_kv_heads=KV_HEADS + 1)
     _, step, _ = plan(table, jnp.ones(3, jnp.int32), None)

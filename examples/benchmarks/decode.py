@@ -36,7 +36,7 @@ from benchmarks.peers import PEERS, Contestant
 from paged_jax import BlockTable, PagedCache, paged_attention
 from pallas_kernels import paged_decode
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
-from pallas_kernels.layouts import LAYOUTS, pool_shape
+from pallas_kernels.layouts import LAYOUTS, SCALE_AXES, pool_shape
 from pallas_kernels.paged_decode.config import Config
 
 _BYTES_IN_ROTATION = 400 << 20  # several times the L2 of any GPU
@@ -74,7 +74,9 @@ class Run(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--tag", nargs="+", help="only cases with one of these tags (headline, model, shape, scaling)")
+    parser.add_argument(
+        "--tag", nargs="+", help="only cases with one of these tags (headline, model, shape, quantised, scaling)"
+    )
     parser.add_argument("--only", help="only cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
@@ -152,13 +154,18 @@ def make_problem(case: DecodeCase) -> Problem:
     sizes = {"L": layers, "P": case.num_pages, "C": case.page_size, "K": case.num_kv_heads, "H": case.head_dim}
     keys = jax.random.split(jax.random.key(0), 4)
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    k_shape, v_shape = (pool_shape(axes, sizes, dtype.itemsize) for axes in LAYOUTS[case.layout])
-    k, v = draw(keys[0], k_shape, dtype), draw(keys[1], v_shape, dtype)
+    kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
+    shapes = [pool_shape(axes, sizes, kv_dtype.itemsize) for axes in LAYOUTS[case.layout]]
+    k, v = (draw(key, shape, dtype) for key, shape in zip(keys, shapes, strict=False))
+    k_scale = v_scale = None
+    if case.kv_dtype is not None:  # of any factors, those of normal values that a byte can tell apart
+        k, v = ((30 * pool).astype(kv_dtype) for pool in (k, v))
+        k_scale, v_scale = (jnp.full([sizes[axis] for axis in SCALE_AXES], 1 / 30, jnp.float32) for _ in shapes)
     options: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap}
     if case.sinks:
         options["sinks"] = draw(keys[3], (case.num_heads,), jnp.float32)
     q = draw(keys[2], (rows, case.num_heads, case.head_dim), dtype)
-    return Problem(case, q, PagedCache(k, v, None, None, case.layout, case.page_size), table, options)
+    return Problem(case, q, PagedCache(k, v, k_scale, v_scale, case.layout, case.page_size), table, options)
 
 
 def attend_paged(problem: Problem, q, cache, table, layer: int):
@@ -169,7 +176,7 @@ def attend_configured(problem: Problem, q, cache, table, layer: int, *, config: 
     options: dict[str, Any] = problem.options
     return paged_decode(
         q, cache.k, cache.v, table.pages, table.lengths, layer=layer, layout=cache.layout,
-        num_partitions=num_partitions, config=config, **options,
+        k_scales=cache.k_scale, v_scales=cache.v_scale, num_partitions=num_partitions, config=config, **options,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ python examples/benchmarks/gpu_suite.py --out examples/benchmarks/results/gpu-te
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,9 @@ from benchmarks.environment import describe
 
 ROOT = Path(__file__).parents[2]
 
+# Several workers of pytest-xdist share one GPU: none may keep memory that its tests need no more.
+_SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -26,7 +30,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
         command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", f"--junitxml={report}", *args.pytest]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        status = subprocess.run(command, cwd=ROOT, check=False, env=os.environ | _SHARED_GPU).returncode
         suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
@@ -38,7 +42,11 @@ def main() -> int:
 
 
 def _outcome(case: ElementTree.Element) -> str:
-    return next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+    """ "passed", or what else with the beginning of the reason."""
+    for child in case:
+        if child.tag in ("failure", "error", "skipped"):
+            return f"{child.tag}: {child.attrib.get('message', '')[:300]}"
+    return "passed"
 
 
 if __name__ == "__main__":

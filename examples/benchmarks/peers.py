@@ -126,7 +126,8 @@ def _without_padding(problem: Problem) -> BlockTable:
 
 def _is_common(case: DecodeCase) -> bool:
     """Whether it is what all peers can do: no options, the usual layout."""
-    return case.is_plain and case.layout == "NHD" and case.dtype in ("bfloat16", "float16")
+    is_usual = case.layout == "NHD" and case.kv_dtype is None
+    return case.is_plain and is_usual and case.dtype in ("bfloat16", "float16")
 
 
 def _fits_jax_op(case: DecodeCase) -> bool:

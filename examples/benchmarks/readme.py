@@ -61,6 +61,40 @@ def decode_table() -> str:
     )
 
 
+def prefill_table() -> str:
+    results = json.loads((RESULTS / "prefill-h200.json").read_text(encoding="utf-8"))
+    rows = []
+    for name, case in results["cases"].items():
+        (_, ours), *others = case["microseconds"].items()
+        ratios = ", ".join(f"{other.removeprefix('paged_jax, ')} {time / ours:.2f}" for other, time in others)
+        rows.append((name, f"{ours:.0f}", f"{case['flops'] / ours / 1e6:.0f}", ratios))
+    return (
+        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(results)}. The last "
+        "column tells how many times as long others take, and our own other ways:\n\n"
+        + _table(("rows and tokens", "paged_jax, us", "TFLOP/s", "others"), rows)
+        + "\n"
+    )
+
+
+def write_table() -> str:
+    results = json.loads((RESULTS / "write-h200.json").read_text(encoding="utf-8"))
+    fewest = min(case["pages"] for case in results["cases"])
+    rows = [
+        (
+            f"{case['dtype']}, {case['tokens']} tokens" + ", pool 4 times as large" * (case["pages"] > fewest),
+            *(f"{case['microseconds'][name]:.1f}" for name in ("xla", "triton")),
+        )
+        for case in results["cases"]
+    ]
+    sizes = results["sizes"]
+    return (
+        f"Writing K and V of one layer, {sizes['kv_heads']} kv heads x {sizes['head_dim']}, in a loop over "
+        f"{sizes['layers']}; {_where(results)}:\n\n"
+        + _table(("cache and tokens", "XLA's scatter, us", "one Pallas launch, us"), rows)
+        + "\n"
+    )
+
+
 def block_table_table() -> str:
     results = json.loads((RESULTS / "block-table-h200.json").read_text(encoding="utf-8"))
     sizes, states = results["table"], results["microseconds"]
@@ -109,6 +143,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "generation": generation_table,
     "decode": decode_table,
+    "prefill": prefill_table,
+    "write": write_table,
     "block table": block_table_table,
     "memory": memory_table,
 }

@@ -106,7 +106,7 @@ def by_shape(cases: Iterable[DecodeCase]) -> dict[Shape, list[DecodeCase]]:
             head_dim=case.head_dim,
             v_head_dim=case.head_dim,
             q_dtype=case.dtype,
-            kv_dtype=case.dtype,
+            kv_dtype=case.kv_dtype or case.dtype,
             layout=case.layout,
             kv_rows=len(case.lengths) * case.num_kv_heads,
         )

@@ -14,6 +14,7 @@ from paged_jax.attention import paged_attention
 from paged_jax.cache import PagedCache
 from paged_jax.integers import require_positive
 from paged_jax.layers.rope import RopeConfig, Rotation, frequencies
+from paged_jax.prefill import prefill_attention
 from paged_jax.step import PagedStep
 
 
@@ -142,6 +143,7 @@ class PagedAttention(nnx.Module):
         layer: int | Int[Array, ""],
         window: int | Int[Array, ""] | None = None,
         rotation: Rotation | None = None,
+        max_context: int | None = None,
     ) -> tuple[Float[Array, "T D"], PagedCache]:
         """Writes the K and V of the step's tokens, and attends from them over their rows' pages.
 
@@ -154,13 +156,15 @@ class PagedAttention(nnx.Module):
                 In a scan whose other layers have windows, `2**31 - 1` is none.
             rotation: turns q and k in place of `rope`. For models whose layers share it, to compute it once; for scans
                 over layers that differ in it.
+            max_context: of a step with several tokens per row, how many tokens any row of it held before, at most; as
+                in `prefill_attention`, 0 for fresh prompts. Decode steps have no use for it and refuse it.
 
         Returns:
             y [T, D], zeros (plus `out.bias`) for padding tokens, and the cache after the write.
 
         Raises:
-            ValueError: a shape does not fit the layer, the step or the cache; or as `cache.write` and
-                `paged_attention` say.
+            ValueError: a shape does not fit the layer, the step or the cache; `max_context` in a decode step; or as
+                `cache.write` and `paged_attention` say.
         """
         expected = (step.slots.shape[0], self.features)
         if x.shape != expected:
@@ -173,16 +177,13 @@ class PagedAttention(nnx.Module):
         if rotation is not None:
             q, k = rotation.rotate(q), rotation.rotate(k)
         cache = cache.write(layer, k, v, step.slots)
-        heads = paged_attention(
-            q,
-            cache,
-            step.table,
-            layer=layer,
-            query_lengths=step.query_lengths,
-            scale=self.scale,
-            window=window,
-            soft_cap=self.soft_cap,
-            sinks=None if self.sinks is None else self.sinks[...],
-            implementation=self.implementation,
-        )
+        options = {"layer": layer, "scale": self.scale, "window": window, "soft_cap": self.soft_cap}
+        options |= {"sinks": None if self.sinks is None else self.sinks[...], "implementation": self.implementation}
+        if step.query_lengths is not None:
+            options |= {"query_lengths": step.query_lengths, "max_context": max_context}
+            heads = prefill_attention(q, k, v, cache, step.table, **options)
+        elif max_context is None:
+            heads = paged_attention(q, cache, step.table, **options)
+        else:
+            raise ValueError(f"max_context: expected None in a decode step, got {max_context!r}")
         return self.out(heads), cache

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import Device
 from pallas_kernels.layouts import LAYOUTS
+from pallas_kernels.quantisation import is_quantised
 
 TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a file for each kind of device
 
@@ -48,23 +49,28 @@ def choose(config: Config | None, shape: Shape, device: Device) -> Config:
     """The config to run with. The first of these that there is:
 
     1. `config`, the caller's own;
-    2. the entry tuned for this kind of device whose shape is the nearest: `kv_rows` by the least ratio, all else equal;
+    2. the entry tuned for this kind of device whose shape is the nearest: `kv_rows` by the least ratio, all else equal.
+       Unless `kv_rows` is equal as well, it has the heuristic's number of programs, which depends on little else;
     3. the heuristic.
 
     Tuned entries are data: `tuned/nvidia_h200.json` holds those of an "NVIDIA H200", as `examples/benchmarks/tune.py`
     has measured them. It is read when it is first asked for; a device without a file is none the worse.
     """
-    return config or nearest(tuned(device.kind), shape) or heuristic(shape, device)
+    return config or nearest(tuned(device.kind), shape, device) or heuristic(shape, device)
 
 
-def nearest(entries: dict[Shape, Config], shape: Shape) -> Config | None:
-    """The entry nearest to the shape, or None if none is alike in all but `kv_rows`."""
+def nearest(entries: dict[Shape, Config], shape: Shape, device: Device) -> Config | None:
+    """What the entry nearest to the shape says of it, or None if none is alike in all but `kv_rows`."""
     shape = as_tuned(shape)
     alike = [entry for entry in entries if entry._replace(kv_rows=shape.kv_rows) == shape]
     if not alike:
         return None
     kv_rows = max(1, shape.kv_rows)  # a batch may be empty
-    return entries[min(alike, key=lambda entry: abs(math.log(entry.kv_rows / kv_rows)))]
+    found = min(alike, key=lambda entry: abs(math.log(entry.kv_rows / kv_rows)))
+    if found.kv_rows == shape.kv_rows:
+        return entries[found]
+    programs = heuristic(shape, device).programs_per_processor
+    return dataclasses.replace(entries[found], programs_per_processor=programs)
 
 
 def as_tuned(shape: Shape) -> Shape:
@@ -94,7 +100,8 @@ def heuristic(shape: Shape, device: Device) -> Config:
     heads and groups spread their accumulator over more warps. float32 products run without matrix units and want small
     tiles. Many rows are cut a little, so that the long ones among them do not last when the others are done.
     """
-    in_float32 = shape.q_dtype != shape.kv_dtype or shape.q_dtype == "float32"  # what differs meets in float32
+    # What differs meets in float32, but for quantised values, which are exact in any dtype.
+    in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not is_quantised(shape.kv_dtype))
     token_bytes = _token_bytes(shape)
     tile = 16
     while tile < (16 if in_float32 else 64) and (2 * tile * token_bytes <= device.shared_memory // _RESIDENT):
@@ -103,7 +110,9 @@ def heuristic(shape: Shape, device: Device) -> Config:
     num_warps = max(1, tile // (64 if shape.layout == "vllm" else 32))  # what is packed is turned within a warp
     while num_warps < 8 and accumulator > 2048 * num_warps * (1 if not in_float32 else 0.5):
         num_warps *= 2
-    programs = max(_RESIDENT, int(_PARTITIONS_PER_ROW * shape.kv_rows) // device.processors)
+    programs = _RESIDENT
+    if shape.kv_rows > programs * device.processors:
+        programs = max(programs, int(_PARTITIONS_PER_ROW * shape.kv_rows) // device.processors)
     return Config(tile, num_warps, num_stages=4, programs_per_processor=programs)
 
 

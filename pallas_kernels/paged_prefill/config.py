@@ -6,6 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels.device import Device
+from pallas_kernels.quantisation import is_quantised
 
 _LANES = 128  # query tokens × heads of a group in one program: what fills the matrix units
 _FEW_LANES = 64  # up to which reading is the limit
@@ -45,7 +46,7 @@ def heuristic(shape: Shape, device: Device) -> Config:
     """
     group, widest = shape.group, max(shape.head_dim, shape.v_head_dim)
     # What differs meets in float32: without matrix units, accumulators fill the registers.
-    in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not _is_quantised(shape.kv_dtype))
+    in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not is_quantised(shape.kv_dtype))
     lanes = 32 if in_float32 else _LANES
     mean_tokens = max(1, shape.tokens // max(1, shape.rows))
     queries = min(1 << (mean_tokens - 1).bit_length(), lanes // group)
@@ -64,7 +65,3 @@ def heuristic(shape: Shape, device: Device) -> Config:
 def num_partitions(num_kv_heads: int, device: Device) -> int:
     """Partitions wanted over all query tiles of few tokens, so that all processors are busy."""
     return max(1, _RESIDENT * device.processors // num_kv_heads)
-
-
-def _is_quantised(dtype: str) -> bool:
-    return dtype.startswith(("int8", "float8"))

@@ -46,7 +46,7 @@ def abstract(case: DecodeCase, prepare=peers.as_posed):
 
 def test_cases_have_their_own_names_and_tags():
     assert len({case.name for case in DECODE_CASES}) == len(DECODE_CASES)
-    assert {tag for case in DECODE_CASES for tag in case.tags} == {"headline", "model", "shape", "scaling"}
+    assert {tag for case in DECODE_CASES for tag in case.tags} == {"headline", "model", "shape", "quantised", "scaling"}
 
 
 def test_shapes_to_compare_hold_the_same_bytes():
@@ -71,6 +71,17 @@ def test_a_problem_has_pools_of_the_case_s_layout(layout):
     assert problem.cache.layout == layout
     assert problem.cache.k.shape[-len(expected) :] == expected
     assert problem.cache.k.size == problem.cache.v.size == 4 * case.num_pages * 16 * 2 * 16
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_problem_is_measured_as_it_is(kv_dtype):
+    case = dataclasses.replace(RAGGED, kv_dtype=kv_dtype)
+    problem = make_problem(case)
+    assert problem.cache.k.dtype == kv_dtype
+    assert case.kv_bytes == sum(case.lengths) * 2 * 2 * (16 + 4)
+    measured = measure(problem, {"paged_jax": Contestant(attend_paged)}, 1)
+    assert measured["max_error"]["paged_jax"] < 0.02
+    assert set(decode.choose_peers(case, [])) == set()
 
 
 def test_pages_of_a_pool_with_spare_ones_lie_all_over_it():

@@ -14,6 +14,7 @@ DIMS = [(16, 16), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 19
 PAGE_SIZES = [1, 5, 8, 16, 32, 64, 128, 256]
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16"),
           ("bfloat16", "float32"), ("float16", "bfloat16")]  # fmt: skip
+QUANTISED = [*itertools.product(("float32", "bfloat16", "float16"), ("int8", "float8_e4m3fn", "float8_e5m2"))]
 PARTITIONS = [None, 1, 3]
 LAYOUTS = ["NHD", "HND", "head_major", "vllm"]
 
@@ -23,13 +24,13 @@ CASES = [
         *heads, *dims, page_size, *dtypes, partitions, layout,
         id=f"{heads[0]}x{heads[1]}-{dims[0]}x{dims[1]}-page{page_size}-{dtypes[0]}-{dtypes[1]}-{partitions}-{layout}",
     )
-    for i in range(54)
+    for pairs, i in [*((DTYPES, i) for i in range(54)), *((QUANTISED, i) for i in range(0, 54, 3))]
     for heads, dims, page_size, dtypes, partitions, layout in [
         (
             HEADS[i % 9],
             DIMS[(i + i // 9) % 9],
             PAGE_SIZES[i % 8],
-            DTYPES[(i + i // 6) % 6],
+            pairs[(i + i // 6) % len(pairs)],
             PARTITIONS[(i + i // 3) % 3],
             LAYOUTS[(i + i // 4) % 4],
         )
