@@ -12,7 +12,7 @@ from paged_jax.prefix_cache import PrefixCache
 from paged_jax.sampling import Sampler, greedy
 from paged_jax.step import PagedStep
 from paged_jax.swap import SwappedRows, swap_in, swap_out
-from paged_jax.table_check import check_block_tables
+from paged_jax.table_check import check_block_tables, check_query_lengths
 
 __all__ = [
     "BlockTable",
@@ -27,6 +27,7 @@ __all__ = [
     "cascade_attention",
     "cascade_pays",
     "check_block_tables",
+    "check_query_lengths",
     "compat",
     "decode",
     "greedy",

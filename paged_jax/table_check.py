@@ -29,6 +29,32 @@ def check_block_tables(
     _check_rows(pages, lengths, num_pages, page_size)
 
 
+def check_query_lengths(query_lengths: Int[ArrayLike, " B"], lengths: Int[ArrayLike, " B"], *, num_tokens: int) -> None:
+    """Checks the counts that `paged_attention` takes for packed query tokens, with concrete values.
+
+    Inside jit none of this raises: tokens beyond T belong to no row, and queries that see no key give zeros.
+
+    Args:
+        query_lengths: tokens of each row among the packed ones.
+        lengths: tokens that the rows hold, those included.
+        num_tokens: T, the packed tokens and their padding.
+
+    Raises:
+        ValueError: shapes do not fit (cumulative counts have one entry more), a count is negative or above what its row
+            holds, or all together are more than T.
+    """
+    counts, held = np.asarray(query_lengths), np.asarray(lengths)
+    if counts.ndim != 1 or counts.shape != held.shape or not np.issubdtype(counts.dtype, np.integer):
+        raise ValueError(
+            f"query_lengths: expected an integer count for each row, shape {held.shape}, not cumulative ones, "
+            f"got {counts.dtype}{list(counts.shape)}"
+        )
+    for row in np.flatnonzero((counts < 0) | (counts > held)):
+        raise ValueError(f"row {row}: expected a count of queries in [0, {held[row]}], got {counts[row]}")
+    if counts.sum() > num_tokens:
+        raise ValueError(f"query_lengths: expected at most {num_tokens} tokens in all, got {counts.sum()}")
+
+
 def check_table(table: BlockTable) -> None:
     """Checks every invariant of a table: see `BlockTable.check`. O(B·M + P) work, and a copy of the table to the host.
 

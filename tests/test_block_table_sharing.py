@@ -8,7 +8,7 @@ import pytest
 from test_block_table import INT_MAX, assert_same, counts, extend, grown, held, real_copies, release, truncate
 
 from paged_jax import BlockTable
-from paged_jax.table_check import check_block_tables
+from paged_jax.table_check import check_block_tables, check_query_lengths
 
 fork = jax.jit(BlockTable.fork)
 adopt = jax.jit(BlockTable.adopt)
@@ -438,3 +438,19 @@ def test_a_raw_table_is_checked(pages, lengths, message):
     check_block_tables([[3, 0], [1, 9]], [8, 4], num_pages=6, page_size=4)
     with pytest.raises(ValueError, match=message):
         check_block_tables(pages, lengths, num_pages=6, page_size=4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([2, -1, 0], r"row 1: expected a count of queries in \[0, 3\], got -1"),
+        ([2, 4, 0], r"row 1: expected a count of queries in \[0, 3\], got 4"),
+        ([3, 3, 1], "expected at most 6 tokens in all, got 7"),
+        ([0, 2, 5, 5], r"shape \(3,\), not cumulative ones, got int64\[4\]"),
+        ([1.0, 1.0, 0.0], "expected an integer count for each row"),
+    ],
+)
+def test_query_lengths_that_do_not_fit_are_named(counts, message):
+    check_query_lengths([2, 3, 0], [4, 3, 9], num_tokens=6)
+    with pytest.raises(ValueError, match=message):
+        check_query_lengths(counts, [4, 3, 9], num_tokens=6)

@@ -95,6 +95,18 @@ def write_table() -> str:
     )
 
 
+def quantised_table() -> str:
+    results = json.loads((RESULTS / "quantised-cpu.json").read_text(encoding="utf-8"))
+    rows = [
+        (dtype, f"{judged['perplexity']:.2f}", f"{judged['agreement']:.1%}")
+        for dtype, judged in results["dtypes"].items()
+    ]
+    return (
+        f"{results['model']}, reads {results['tokens']} tokens of English prose through a cache of each dtype; "
+        f"{_where(results)}:\n\n" + _table(("cache", "perplexity", "same likeliest token"), rows) + "\n"
+    )
+
+
 def block_table_table() -> str:
     results = json.loads((RESULTS / "block-table-h200.json").read_text(encoding="utf-8"))
     sizes, states = results["table"], results["microseconds"]
@@ -145,6 +157,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode_table,
     "prefill": prefill_table,
     "write": write_table,
+    "quantised": quantised_table,
     "block table": block_table_table,
     "memory": memory_table,
 }

@@ -1,0 +1,35 @@
+"""The benchmark of quantised caches: it reads through the cache in chunks, and judges what it reads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from benchmarks import quantised
+from flax import nnx
+from tiny_checkpoints import TINY
+
+from decoder.config_json import model_config
+from decoder.model import Decoder
+
+
+def test_it_reads_in_chunks_and_a_byte_costs_little(monkeypatch):
+    monkeypatch.setattr(quantised, "CHUNK", 8)
+    model_type, fields = TINY["llama with biases"]
+    model = Decoder(model_config({"model_type": model_type, **fields}), rngs=nnx.Rngs(0), scan_layers=True)
+    tokens = list(range(3, 22))
+    exact, byte = (quantised.read(model, tokens, dtype) for dtype in ("float32", "int8"))
+    assert exact.shape == byte.shape == (19, model.config.vocab_size)
+    assert 0 < np.abs(exact - byte).max() < 0.05 * np.abs(exact).max()
+    with jax.default_matmul_precision("highest"):
+        monkeypatch.setattr(quantised, "CHUNK", 24)
+        np.testing.assert_allclose(quantised.read(model, tokens, "float32"), exact, atol=1e-5)
+
+
+def test_what_is_judged():
+    tokens = [1, 0, 2, 3]
+    uniform = np.zeros((4, 5), np.float32)
+    exact = np.eye(5, dtype=np.float32)[[0, 2, 3, 4]]
+    assert quantised.judge(uniform, uniform, tokens) == {"perplexity": pytest.approx(5), "agreement": 1.0}
+    assert quantised.judge(uniform, exact, tokens)["agreement"] == 0.25  # argmax of equals is the first
+    sure = np.asarray(100 * jnp.asarray(exact))
+    assert quantised.judge(sure, exact, tokens) == {"perplexity": pytest.approx(1), "agreement": 1.0}
