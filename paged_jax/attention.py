@@ -107,7 +107,7 @@ def paged_attention(
         num_partitions=num_partitions,
         implementation=implementation,
     )
-    out, lse = _forward_only(attend, arrays)
+    out, lse = forward_only(attend, arrays)
     return (out, lse) if return_lse else out
 
 
@@ -146,11 +146,12 @@ def merge_attention(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward_only(attend, arrays):
+def forward_only(attend, arrays):
+    """`attend(arrays)`, which says so when it is differentiated."""
     return attend(arrays)
 
 
-@_forward_only.defjvp
+@forward_only.defjvp
 def _refuse_to_differentiate(attend, primals, tangents):
     raise NotImplementedError(
         "paged_attention is forward only: it cannot be differentiated. Train with dense attention, or stop the "

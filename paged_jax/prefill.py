@@ -11,10 +11,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from paged_jax import cudnn, layouts, platform_choice
-from paged_jax.attention import merge_attention, paged_attention
+from paged_jax.attention import forward_only, merge_attention, paged_attention
 from paged_jax.block_table import BlockTable, packed_rows
 from paged_jax.cache import PagedCache
 from paged_jax.cache_check import validate_layer
+from paged_jax.integers import as_int32
 from pallas_kernels import softmax
 
 _MANY_TOKENS = 512  # below, launching several kernels costs more than dense attention gains
@@ -74,7 +75,8 @@ def prefill_attention(
             **arrays,
         )
 
-    arrays = {"query_lengths": query_lengths, "layer": layer, "window": window, "sinks": sinks}
+    arrays = {"query_lengths": as_int32("query_lengths", query_lengths), "layer": layer, "window": window}
+    arrays |= {"sinks": None if sinks is None else jnp.asarray(sinks)}
     operands = (q, k, v, cache, table, arrays | {"alibi_slopes": alibi_slopes})
     jax.eval_shape(walk, operands)  # whichever way is taken, the same mistakes are found
     max_context = min(max_context, room)
@@ -88,7 +90,7 @@ def prefill_attention(
     def dense(operands):
         return _attend_densely(operands, max_context=max_context, scale=scale, return_lse=return_lse)
 
-    return platform_choice.choose(dense, walk, operands, platforms=("cuda",))
+    return forward_only(functools.partial(platform_choice.choose, dense, walk, platforms=("cuda",)), operands)
 
 
 def prefill_way(
@@ -111,7 +113,7 @@ def prefill_way(
 def _attend_densely(operands, *, max_context: int, scale: float, return_lse: bool):
     q, k, v, cache, table, arrays = operands
     num_tokens, rows = q.shape[0], table.max_rows
-    lengths = jnp.clip(arrays["query_lengths"].astype(jnp.int32), 0, num_tokens)
+    lengths = jnp.clip(arrays["query_lengths"], 0, num_tokens)
     ends = jnp.minimum(jnp.cumsum(lengths, dtype=jnp.int32), num_tokens)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     lengths = jnp.diff(starts)

@@ -71,6 +71,7 @@ MAY_IMPORT = {
         "cache",
         "cache_check",
         "cudnn",
+        "integers",
         "layouts",
         "pallas_kernels.softmax",
         "platform_choice",

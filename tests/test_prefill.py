@@ -197,6 +197,14 @@ def test_what_is_lowered_for_cuda(rows, options, calls, monkeypatch):
 
 
 @pytest.mark.usefixtures("dense")
+def test_it_is_forward_only():
+    counts = (9, 0, 3)
+    pool, q, k, v = problem((20, 9, 13), counts)
+    with pytest.raises(NotImplementedError, match="forward only"):
+        jax.grad(lambda q: attend(pool, q, k, v, counts, return_lse=False).sum())(jnp.asarray(q))
+
+
+@pytest.mark.usefixtures("dense")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -214,6 +222,6 @@ def test_what_is_lowered_for_cuda(rows, options, calls, monkeypatch):
 def test_bad_input(change, message):
     pool, q, k, v = problem((20, 9, 13), (9, 0, 3))
     arguments = {"q": jnp.asarray(q), "k": jnp.asarray(k), "v": jnp.asarray(v), "cache": pool.cache}
-    arguments |= {"table": pool.table, "query_lengths": jnp.array([9, 0, 3], jnp.int32)}
+    arguments |= {"table": pool.table, "query_lengths": [9, 0, 3]}
     with pytest.raises(ValueError, match=message):
         prefill_attention(**arguments | change)
