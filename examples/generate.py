@@ -29,7 +29,9 @@ import psutil
 from rich.console import Console
 from rich.progress import track
 
+from decoder import sharding as on_mesh
 from decoder.arguments import choose_sampler, parse_arguments, read_prompts
+from decoder.chunks import cut_prompts
 from decoder.config import ModelConfig
 from decoder.dense import generate_dense
 from decoder.fetch import FetchError, default_cache_dir, fetch_smollm2
@@ -37,12 +39,12 @@ from decoder.load import load_decoder
 from decoder.model import Decoder, generate, prefill
 from decoder.pretrained import Pretrained, open_pretrained
 from decoder.shapes import parameter_shapes
+from decoder.sharding import Split, parameter_shardings
 from decoder.show import show_table
 from decoder.stream import OrderedStream, Writer, id_writer, text_writer
-from paged_jax import BlockTable, OutOfPages, PagedCache, greedy
+from paged_jax import BlockTable, OutOfPages, PagedCache, greedy, sharding
 
 _TOKENS_PER_CALL = 16  # decoded, at most, between two writes to the stream
-_PREFILL_BUCKET = 64  # prompts are padded to a multiple, so that few lengths compile anew
 _SHARE_OF_FREE_MEMORY = 0.8  # what `--num-pages auto` takes at most
 
 
@@ -91,6 +93,8 @@ def run(args: argparse.Namespace, notes: Console) -> None:
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     config = pretrained.config.serving(max(map(len, prompts)) + args.max_tokens)
     pool = plan_pool(args, config, prompts, dtype)
+    split = Split(sharding.make_mesh(**args.mesh), heads="heads") if args.mesh else None
+    shardings = None if split is None else parameter_shardings(config, split)
 
     jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
     is_quiet = not notes.is_terminal
@@ -99,13 +103,17 @@ def run(args: argparse.Namespace, notes: Console) -> None:
         config,
         dtype,
         scan_layers=args.scan_layers,
+        device=shardings,
         track=lambda names: track(names, "Loading", console=notes, transient=True, disable=is_quiet),
     )
-    table = BlockTable.create(pool.num_pages, pool.page_size, len(prompts), pool.blocks_per_row)
     attention = config.attention
-    cache = PagedCache.create(
-        config.num_layers, pool.num_pages, pool.page_size, attention.num_kv_heads, attention.head_dim, dtype
-    )
+    sizes = (config.num_layers, pool.num_pages, pool.page_size, attention.num_kv_heads, attention.head_dim, dtype)
+    table_sizes = (pool.num_pages, pool.page_size, len(prompts), pool.blocks_per_row)
+    if split is None:
+        cache, table = PagedCache.create(*sizes), BlockTable.create(*table_sizes)
+    else:
+        cache = sharding.create_cache(split.mesh, *sizes, heads=split.heads)
+        table = sharding.create_table(split.mesh, *table_sizes)
     stream = OrderedStream(new_writer, pretrained.end_tokens, titles, sys.stdout)
     options = {
         # A divisor, so that all calls are alike and compile once.
@@ -114,7 +122,7 @@ def run(args: argparse.Namespace, notes: Console) -> None:
         "stop_tokens": tuple(sorted(pretrained.end_tokens)),
         "key": None if sampler is None else jax.random.key(args.seed or 0),
     }
-    rows = answer(args, model, cache, table, prompts, options, stream, pool, notes)
+    rows = answer(args, split, model, cache, table, prompts, options, stream, pool, notes)
     if args.compare_dense:
         with notes.status("Comparing with a dense cache"):
             expected = generate_dense(model, prompts, args.max_tokens, pretrained.end_tokens, dtype)
@@ -150,6 +158,7 @@ def encode(
 
 def answer(
     args: argparse.Namespace,
+    split: Split | None,
     model: Decoder,
     cache: PagedCache,
     table: BlockTable,
@@ -159,7 +168,7 @@ def answer(
     pool: Pool,
     notes: Console,
 ) -> list[list[int]]:
-    """Prefills all prompts in one packed pass, then decodes the whole batch, streaming as it goes.
+    """Prefills the prompts, packed into chunks, then decodes the whole batch, streaming as it goes.
 
     Returns:
         Each prompt's new tokens.
@@ -167,29 +176,34 @@ def answer(
     Raises:
         OutOfPages: the pool was too small; what was generated until then is written.
     """
-    rows = len(prompts)
-    # The last token of each prompt is left to the decode loop, whose first step makes the first new token of it.
-    packed = np.concatenate([np.array(prompt[:-1], np.int32) for prompt in prompts])
-    num_tokens = jnp.array([len(prompt) - 1 for prompt in prompts], jnp.int32)
-    tokens = np.zeros(max(1, math.ceil(packed.size / _PREFILL_BUCKET)) * _PREFILL_BUCKET, np.int32)
-    tokens[: packed.size] = packed
-    tokens = jnp.asarray(tokens)
+    rows, chunks = len(prompts), cut_prompts(prompts, args.prefill_tokens)
     newest = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
     seconds: dict[str, float] = {}
+    lower_prefill: Any = prefill.lower if split is None else functools.partial(on_mesh.lower_prefill, split)
+    run: Any = generate if split is None else functools.partial(on_mesh.generate, split)
 
-    with timed("compile", seconds), notes.status("Compiling"):  # calls without a single token change nothing
-        cache, table, _ = prefill(model, cache, table, tokens, jnp.zeros(rows, jnp.int32))
-        result = generate(model, cache, table, newest, jnp.zeros(rows, bool), **options)
+    with timed("compile", seconds), notes.status("Compiling"):
+        programs = {
+            max_context: lower_prefill(
+                model, cache, table, chunk.tokens, chunk.num_tokens, max_context=max_context
+            ).compile()
+            for max_context, chunk in {chunk.max_context: chunk for chunk in chunks}.items()
+        }
+        result = run(model, cache, table, newest, jnp.zeros(rows, bool), **options)  # no row is active: no change
         jax.block_until_ready(result)
+    cache, table = result.cache, result.table
     with timed("prefill", seconds):
-        cache, table, is_prefilled = prefill(model, result.cache, result.table, tokens, num_tokens)
-        if not is_prefilled:  # cannot be: plan_pool counted the pages
-            raise RuntimeError("the prompts were refused by the block table")
+        is_quick = not notes.is_terminal or len(chunks) == 1
+        for chunk in track(chunks, "Prefilling", console=notes, transient=True, disable=is_quick):
+            program = programs[chunk.max_context]
+            cache, table, is_prefilled = program(model, cache, table, chunk.tokens, chunk.num_tokens)
+            if not is_prefilled:  # cannot be: plan_pool counted the pages
+                raise RuntimeError("the prompts were refused by the block table")
         jax.block_until_ready(cache)
     active, new_tokens = jnp.ones(rows, bool), [[] for _ in prompts]
     with timed("decode", seconds):
         for _ in range(args.max_tokens // options["max_new_tokens"]):
-            result = generate(model, cache, table, newest, active, **options)
+            result = run(model, cache, table, newest, active, **options)
             cache, table, newest, active = result.cache, result.table, result.tokens[:, -1], result.active
             stream.write(np.asarray(result.tokens))
             for row, tokens_of_row in zip(new_tokens, np.asarray(result.tokens), strict=True):
@@ -197,7 +211,8 @@ def answer(
             if not (result.ok and active.any()):
                 break
     stream.close()
-    report(seconds, packed.size, sum(map(len, new_tokens)), table, pool, prompts, args.max_tokens, notes)
+    num_prefilled = sum(int(chunk.num_tokens.sum()) for chunk in chunks)
+    report(seconds, num_prefilled, sum(map(len, new_tokens)), table, pool, prompts, args.max_tokens, notes)
     if args.show_table:
         notes.print(show_table(table))
     result.check()

@@ -18,6 +18,7 @@ from paged_jax.block_table import packed_rows
 from pallas_kernels import softmax
 
 _KEYS_PER_TILE = 128
+_KEYS_PER_RAGGED_TILE = 64  # the scores of a tile of many queries are soon larger than a CPU's caches
 _MAX_QUERIES_PER_TILE = 64
 
 
@@ -61,7 +62,7 @@ def attend(
         num_partitions = 1  # one loop serves all tiles: splitting it gains nothing
 
     q_tiles = q.at[tiles.token].get(mode="fill", fill_value=0).astype(jnp.float32)
-    q_tiles = q_tiles.reshape(*tiles.token.shape, num_kv_heads, group, head_dim)
+    q_tiles = jnp.moveaxis(q_tiles.reshape(*tiles.token.shape, num_kv_heads, group, head_dim), 1, 3)
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(1, 1, num_kv_heads, group, 1, 1)
 
     outs, lses = _fold_partitions(
@@ -124,7 +125,7 @@ def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"]
 
 
 def _fold_partitions(
-    q_tiles: Float32[Array, "S Q K G H"],
+    q_tiles: Float32[Array, "S K G Q H"],
     k_pages: Shaped[Array, "..."],
     v_pages: Shaped[Array, "..."],
     k_scales: Float32[Array, "L P C K"] | None,
@@ -141,11 +142,11 @@ def _fold_partitions(
     num_partitions: int,
 ) -> tuple[Float32[Array, "R S K G Q Hv"], Float32[Array, "R S K G Q"]]:
     """Normalised output and log-sum-exp of each of R partitions of each tile's keys."""
-    num_tiles, queries, num_kv_heads, group, _ = q_tiles.shape
+    num_tiles, num_kv_heads, group, queries, _ = q_tiles.shape
     k_axes, v_axes = layouts.pool_axes(layout)
     v_sizes = layouts.pool_sizes(v_axes, v_pages.shape)
     page_size, v_head_dim = v_sizes["C"], v_sizes["H"]
-    blocks_per_tile = max(1, _KEYS_PER_TILE // page_size)
+    blocks_per_tile = max(1, (_KEYS_PER_TILE if queries == 1 else _KEYS_PER_RAGGED_TILE) // page_size)
 
     # Keys that some query of the tile sees: [begin, end). Each tile walks key tiles that start at a block boundary.
     query = tiles.position[None]  # [1, S, Q]: partitions come first
@@ -179,7 +180,7 @@ def _fold_partitions(
             return jnp.where(is_live[..., None, None], cells, 0).astype(jnp.float32)
 
         keys = gather(k_pages, k_axes, k_scales)
-        scores = jnp.einsum("sqkgh,rstkh->rskgqt", q_tiles, keys, precision=lax.Precision.HIGHEST) * scale
+        scores = jnp.einsum("skgqh,rstkh->rskgqt", q_tiles, keys, precision=lax.Precision.HIGHEST) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         distance = query[..., None] - position[:, :, None, :]  # [R, S, Q, keys]

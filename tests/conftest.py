@@ -6,6 +6,18 @@ from pathlib import Path
 import jax
 import pytest
 
+_QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+
+
+def pytest_configure(config):
+    """On a CPU most of the time goes into compiling programs that run once: LLVM leaves them as they are.
+
+    What XLA itself does to a program, the HLO that tests look into, stays the same. `XLA_FLAGS` has the last word.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "gpu" not in config.option.markexpr and _QUICK_COMPILATION not in flags:
+        os.environ["XLA_FLAGS"] = f"{_QUICK_COMPILATION} {flags}".strip()
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:

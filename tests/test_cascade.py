@@ -27,7 +27,9 @@ def pool_of(lengths, num_shared, dtype=F32, seed=0):
     pages[live, :num_shared] = pages[longest, :num_shared]
     k, v = (x[0] for x in pools.contents(pool.cache))
     rows = [np.asarray(p)[: -(-n // PAGE)] for p, n in zip(pages, lengths, strict=True)]
-    k_rows, v_rows = ([x[row].reshape(-1, *x.shape[2:])[:n] for row, n in zip(rows, lengths, strict=True)] for x in (k, v))
+    k_rows, v_rows = (
+        [x[row].reshape(-1, *x.shape[2:])[:n] for row, n in zip(rows, lengths, strict=True)] for x in (k, v)
+    )
     table = dataclasses.replace(pool.table, pages=jnp.asarray(pages))
     return dataclasses.replace(pool, table=table, k_rows=k_rows, v_rows=v_rows)
 

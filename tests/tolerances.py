@@ -33,7 +33,8 @@ def dense(
 ):
     """Dense attention in q's dtype, arguments and results as in `oracle.attention`.
 
-    `jax.nn.dot_product_attention` itself; for a soft cap or sinks, which it lacks, its formula written out.
+    `jax.nn.dot_product_attention` itself; for a soft cap or sinks, which it lacks, its formula written out, and so for
+    float16, because it asks for a float16 dot that CPUs lack.
     """
     q = np.asarray(q)
     lengths = np.asarray(lengths)
@@ -56,11 +57,9 @@ def dense(
     if alibi_slopes is not None:
         bias = (np.asarray(alibi_slopes)[:, None, None] * distance[:, None]).astype(np.float32)
 
-    # JAX asks for a float16 dot that CPUs lack and falls back from it only outside of jit.
-    run = _dense.__wrapped__ if q.dtype == np.float16 else _dense
     arrays = *map(jnp.asarray, (queries, keys, values)), bias, mask[:, None], sinks
     with jax.numpy_dtype_promotion("standard"):  # JAX's own function mixes dtypes
-        out, lse = run(*arrays, scale=scale, soft_cap=soft_cap)
+        out, lse = _dense(*arrays, scale=scale, soft_cap=soft_cap)
     out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     sees = mask.any(-1)  # what sees no key has no dense meaning but the sink
     out = np.where(sees[..., None, None], out, 0)
@@ -77,7 +76,7 @@ def dense(
 def _dense(q, k, v, bias, mask, sinks, *, scale, soft_cap):
     """q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B, N, T, S], mask [B, 1, T, S]."""
     out, lse = _formula(q, k, v, bias, mask, sinks, scale, soft_cap)
-    if soft_cap is None and sinks is None:
+    if soft_cap is None and sinks is None and q.dtype != jnp.float16:
         # It wants K and V of one head_dim: zeros behind either change no product.
         widest = max(k.shape[-1], v.shape[-1])
         wide = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, widest - x.shape[-1]))) for x in (q, k, v))
@@ -88,7 +87,10 @@ def _dense(q, k, v, bias, mask, sinks, *, scale, soft_cap):
 def _formula(q, k, v, bias, mask, sinks, scale, soft_cap):
     """The same written out: logits and softmax in float32, the weights in q's dtype."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    logits = scale * jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    operand = jnp.float32 if q.dtype == jnp.float16 else q.dtype
+    logits = scale * jnp.einsum(
+        "btnh,bsnh->bnts", q.astype(operand), k.astype(operand), preferred_element_type=jnp.float32
+    )
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
@@ -99,4 +101,5 @@ def _formula(q, k, v, bias, mask, sinks, scale, soft_cap):
         logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:3], 1))], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]].astype(q.dtype)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v), jnp.swapaxes(lse, 1, 2)
+    out = jnp.einsum("bnts,bsnh->btnh", weights.astype(operand), v.astype(operand))
+    return out.astype(q.dtype), jnp.swapaxes(lse, 1, 2)

@@ -26,10 +26,23 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="weights and cache (by device)")
     parser.add_argument(
+        "--prefill-tokens",
+        type=positive_int,
+        default=2048,
+        metavar="N",
+        help="tokens of the prompts that are read in one call, at most (2048): fewer need less memory",
+    )
+    parser.add_argument(
         "--scan-layers", action="store_true", help="compile one layer for all: starts sooner, a little slower on a CPU"
     )
     parser.add_argument(
         "--compare-dense", action="store_true", help="generate again with a dense cache: fails if a token differs"
+    )
+    parser.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="rows=1,heads=N",
+        help="split the model and the cache over N devices, by kv heads (one device)",
     )
     sampling = parser.add_argument_group("sampling", "greedy unless --temperature or the model's own settings say not")
     sampling.add_argument("--temperature", type=finite_float, metavar="T", help="0 is greedy (the model's, or 0)")
@@ -83,6 +96,20 @@ def token_ids(text: str) -> list[int]:
     if not ids or not all(index.isdecimal() for index in ids):
         raise argparse.ArgumentTypeError(f"expected token ids between commas, got {text!r}")
     return [int(index) for index in ids]
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    sizes = {"rows": 1, "heads": 1}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes:
+            raise argparse.ArgumentTypeError(f"expected rows=N and heads=N between commas, got {text!r}")
+        sizes[name] = positive_int(size)
+    if sizes["rows"] > 1:
+        raise argparse.ArgumentTypeError(
+            f"expected rows=1, got rows={sizes['rows']}: shards of rows share nothing, so run one generate.py for each"
+        )
+    return sizes
 
 
 def pages_or_auto(text: str) -> int | None:

@@ -17,7 +17,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, PRNGKeyArray
 
 from decoder.config import ExpertsConfig, ModelConfig
-from paged_jax import BlockTable, DecodeResult, PagedCache, PagedStep, decode, greedy, paged_attention
+from paged_jax import (
+    BlockTable,
+    DecodeResult,
+    PagedCache,
+    PagedStep,
+    decode,
+    greedy,
+    paged_attention,
+    prefill_attention,
+)
 from paged_jax.layers import Rotation
 
 
@@ -35,11 +44,19 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.
 _NO_WINDOW = 2**31 - 1  # of a layer in a scan whose other layers have windows
 
 
-def attend_paged(q, k, v, cache: PagedCache, step: PagedStep, *, layer, **options):
-    """Writes the tokens' K and V to their slots, and attends over the pages of their rows."""
+def attend_paged(
+    q, k, v, cache: PagedCache, step: PagedStep, *, layer, max_context: int | None = None, **options
+) -> tuple[Float[Array, "T N H"], PagedCache]:
+    """Writes the tokens' K and V to their slots, and attends over the pages of their rows.
+
+    `max_context` is `prefill_attention`'s; decode steps have no use for it.
+    """
     cache = cache.write(layer, k, v, step.slots)
-    heads = paged_attention(q, cache, step.table, layer=layer, query_lengths=step.query_lengths, **options)
-    return heads, cache
+    options["layer"] = layer
+    if step.query_lengths is None:
+        return paged_attention(q, cache, step.table, **options), cache
+    options |= {"query_lengths": step.query_lengths, "max_context": max_context}
+    return prefill_attention(q, k, v, cache, step.table, **options), cache
 
 
 class Decoder(nnx.Module):
@@ -259,16 +276,23 @@ def _tokens_first(product: Float[Array, "out T"]) -> Float[Array, "T out"]:
 # --- Prompts and generation -------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, donate_argnames=("cache", "table"))
+@functools.partial(jax.jit, static_argnames="max_context", donate_argnames=("cache", "table"))
 def prefill(
-    model: Decoder, cache: PagedCache, table: BlockTable, tokens: Int32[Array, " T"], num_tokens: Int32[Array, " B"]
+    model: Decoder,
+    cache: PagedCache,
+    table: BlockTable,
+    tokens: Int32[Array, " T"],
+    num_tokens: Int32[Array, " B"],
+    *,
+    max_context: int | None = None,
 ) -> tuple[PagedCache, BlockTable, Bool[Array, ""]]:
-    """Writes the rows' packed prompt tokens into their pages; nothing, with `ok` False, if they lack pages.
+    """Writes the rows' next packed prompt tokens into their pages; nothing, with `ok` False, if they lack pages.
 
-    No logits: the last token of a prompt is left to `generate`, whose first step gives the first new token.
+    `max_context` promises how many tokens any of these rows holds already, at most: 0 for fresh prompts. No logits: the
+    last token of a prompt is left to `generate`, whose first step gives the first new token.
     """
     table, step, ok = table.step(num_tokens, size=tokens.shape[0])
-    _, cache = model(tokens, step, cache)
+    _, cache = model(tokens, step, cache, functools.partial(attend_paged, max_context=max_context))
     return cache, table, ok
 
 

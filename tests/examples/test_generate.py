@@ -150,6 +150,33 @@ def test_the_number_of_pages_changes_no_text(run: Run, num_pages: str) -> None:
     assert run(*PROMPTS, "--num-pages", num_pages)[:2] == run(*PROMPTS)[:2]
 
 
+@pytest.mark.parametrize("budget", [5, 16])
+def test_prompts_in_chunks_give_the_text_they_give_in_one_piece(
+    run: Run, tiny: TinyLlama, caplog: pytest.LogCaptureFixture, budget: int
+) -> None:
+    with jax.log_compiles():
+        status, out, err = run(*PROMPTS, "--prefill-tokens", budget)
+    assert status == 0
+    assert_in_order([expected_text(tiny, prompt) for prompt in PROMPTS], out)
+    compiled = [message for message in caplog.messages if "Compiling" in message and "prefill" in message]
+    assert len(compiled) == 2, compiled  # one program for fresh rows, one for those that are continued
+    template = gguf_template(tiny.metadata)
+    texts = [render_chat(template, [{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    num_tokens = sum(len(tiny.tokenizer.encode(text).ids) - 1 for text in texts)
+    assert num_tokens > 2 * budget
+    assert re.search(rf"prefill +{num_tokens} tokens in ", err), err
+
+
+def test_progress_is_shown_in_a_terminal_where_there_are_several_chunks(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as rich takes it: standard error is a terminal
+    assert "Prefilling" in run(*PROMPTS, "--prefill-tokens", 16)[2]
+    assert "Prefilling" not in run(*PROMPTS)[2]
+    monkeypatch.delenv("FORCE_COLOR")
+    assert "Prefilling" not in run(*PROMPTS, "--prefill-tokens", 16)[2]
+
+
 def test_a_seed_decides_the_sampled_text(run: Run, tiny: TinyLlama) -> None:
     options = ("zzz", "--temperature", "1.5", "--top-k", "40", "--top-p", "0.95", "--seed")
     first, again, other = (run(*options, seed)[:2] for seed in (3, 3, 4))
@@ -238,6 +265,9 @@ def nothing_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["hello", "--temperature", "1", "--seed", "1" + "0" * 30], "seed"),
         (["hello", "--max-tokens", "0"], "--max-tokens: .* got '0'"),
         (["hello", "--max-tokens", "-3"], "--max-tokens: .* got '-3'"),
+        (["hello", "--prefill-tokens", "0"], "--prefill-tokens: .* got '0'"),
+        (["hello", "--prefill-tokens", "-64"], "--prefill-tokens: .* got '-64'"),
+        (["hello", "--prefill-tokens", "many"], "--prefill-tokens: .* got 'many'"),
         (["hello", "--page-size", "0"], "--page-size: .* got '0'"),
         (["hello", "--num-pages", "0"], "--num-pages: .* got '0'"),
         (["hello", "--num-pages", "x"], "--num-pages: .* got 'x'"),
