@@ -1,7 +1,7 @@
 """PagedAttention for JAX: a paged KV cache, a functional block table, and attention over both."""
 
 import paged_jax.exported  # noqa: F401, importing it makes the pytrees known to jax.export
-from paged_jax import compat, layouts
+from paged_jax import compat, layouts, sharding
 from paged_jax.attention import merge_attention, paged_attention
 from paged_jax.block_table import BlockTable, PageCopies
 from paged_jax.cache import PagedCache
@@ -36,6 +36,7 @@ __all__ = [
     "paged_attention",
     "prefill_attention",
     "prefill_way",
+    "sharding",
     "shared_blocks",
     "swap_in",
     "swap_out",

@@ -1,13 +1,14 @@
 """A model's files → a `Decoder` with their weights, one tensor on the host at a time."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from decoder.config import ModelConfig
 from decoder.model import Decoder
@@ -44,12 +45,18 @@ def load_decoder(
             _, layer, rest = path.split(".", 2)
             variable = variables[f"layers.{rest}"]
             if layer == "0":
-                variable.set_value(jnp.zeros((config.num_layers, *value.shape), value.dtype, device=device))
+                target = _of_stack(device[path]) if isinstance(device, Mapping) else device
+                variable.set_value(jnp.zeros((config.num_layers, *value.shape), value.dtype, device=target))
             value = _put(variable.get_value(), int(layer), value)
         else:
             variable = variables[path]
         variable.set_value(value)
     return nnx.merge(graph, state)
+
+
+def _of_stack(sharding: NamedSharding) -> NamedSharding:
+    """That of all layers' values, stacked, from one layer's."""
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
 @functools.partial(jax.jit, donate_argnames="stack")

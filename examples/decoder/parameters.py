@@ -43,7 +43,8 @@ def load_parameters(
         config: of the same model.
         dtype: of the values. The scales of norms are float32 whatever it is: they are few, and Gemma's, stored less
             one, would lose digits.
-        device: where to put them, as `jax.device_put` understands it.
+        device: where to put them, as `jax.device_put` understands it; or for each path a sharding, to which the values
+            go in pieces: no device holds, or is sent, more than its share.
         track: wraps the list of tensors to read, to show progress.
 
     Raises:
@@ -90,7 +91,14 @@ def _read_one(
     tensor = source.tensor(name, np.float32 if is_scale else dtype)
     for path, value in zip(part.paths, _cut(part, tensor, shapes, head_dim), strict=True):
         # Waited for, because the host's copy may go only when it has arrived.
-        yield path, jax.block_until_ready(jax.device_put(value, device))
+        target = device[path] if isinstance(device, Mapping) else device
+        yield path, jax.block_until_ready(_put(value, target))
+
+
+def _put(value: np.ndarray, target: Any) -> jax.Array:
+    if not isinstance(target, jax.sharding.Sharding):
+        return jax.device_put(value, target)
+    return jax.make_array_from_callback(value.shape, target, lambda index: value[index])
 
 
 def _stored_shape(part: Stored, shapes: Shapes) -> tuple[int, ...]:
