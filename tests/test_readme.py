@@ -11,7 +11,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    "code", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=["loop", "sharing", "nnx", "linen"]
+    "code", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=["loop", "sharing", "nnx", "linen", "mesh"]
 )
 def test_code_runs_as_printed(code, capsys):
     names = {}
