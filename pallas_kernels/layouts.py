@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 LAYOUTS = {
     "NHD": ("LPCKH", "LPCKH"),
@@ -96,3 +96,8 @@ def stack_pools(
         layer = 0
         k_pages, v_pages = jnp.expand_dims(k_pages, k_axes.index("L")), jnp.expand_dims(v_pages, v_axes.index("L"))
     return (k_axes, v_axes), k_pages, v_pages, jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def stack_scales(scales: Float32[Array, "*L P C K"] | None) -> Float32[Array, "L P C K"] | None:
+    """The scales of a quantised pool with an L axis, as `stack_pools` gives pools one."""
+    return None if scales is None else scales.reshape(-1, *scales.shape[-3:])

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels import partition, parts, softmax, walk
 from pallas_kernels.device import INTERPRETED, current_device
-from pallas_kernels.layouts import pool_sizes, stack_pools
+from pallas_kernels.layouts import pool_sizes, stack_pools, stack_scales
 from pallas_kernels.paged_decode import config as configs
 from pallas_kernels.parts import Part
 from pallas_kernels.walk import iota, load
@@ -163,9 +163,7 @@ def paged_decode(
         interpret: run on any host, for tests; merges in a second launch.
     """
     axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
-    k_scales, v_scales = (
-        None if scales is None else scales.reshape(-1, *scales.shape[-3:]) for scales in (k_scales, v_scales)
-    )
+    k_scales, v_scales = stack_scales(k_scales), stack_scales(v_scales)
     rows, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
     scale = float(head_dim**-0.5 if scale is None else scale)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels import partition, parts, softmax, walk
 from pallas_kernels.device import INTERPRETED, current_device
-from pallas_kernels.layouts import pool_sizes, stack_pools
+from pallas_kernels.layouts import pool_sizes, stack_pools, stack_scales
 from pallas_kernels.paged_prefill import config as configs
 from pallas_kernels.paged_prefill import query_tiles
 from pallas_kernels.parts import Part
@@ -203,9 +203,7 @@ def paged_prefill(
         interpret: run on any host, for tests.
     """
     axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
-    k_scales, v_scales = (
-        None if scales is None else scales.reshape(-1, *scales.shape[-3:]) for scales in (k_scales, v_scales)
-    )
+    k_scales, v_scales = stack_scales(k_scales), stack_scales(v_scales)
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
     group = num_heads // num_kv_heads

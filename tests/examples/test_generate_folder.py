@@ -12,26 +12,12 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file, save_file
-from tiny_llama import TEMPLATE, TinyLlama, tiny_llama
+from tiny_llama import NAMES, TEMPLATE, TinyLlama, tiny_llama
 
 from decoder.chat import ChatTemplate, render_chat
 
 COUNT = 12
 INDEX, SHARD = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paged_runs import forward, new_pool, packed
-from tiny_llama import TOKENS, TinyLlama, tiny_llama
+from tiny_llama import NAMES, TOKENS, TinyLlama, tiny_llama
 
 from decoder.config_gguf import gguf_config
 from decoder.gguf import GGUFFile, open_gguf
@@ -223,20 +223,6 @@ def hf_llama(file: GGUFFile) -> Any:
         bos_token_id=None,
         eos_token_id=None,
     )
-    names = {
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "output": "lm_head",
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
     state = {}
     for name in file.tensors:
         *layer, part, _ = name.split(".")
@@ -245,7 +231,7 @@ def hf_llama(file: GGUFFile) -> Any:
             pairs = weight.reshape(-1, attention.head_dim // 2, 2, config.width)
             weight = pairs.swapaxes(1, 2).reshape(weight.shape)
         prefix = f"model.layers.{layer[1]}." if layer else ""
-        state[f"{prefix}{names[part]}.weight"] = torch.from_numpy(weight)
+        state[f"{prefix}{NAMES[part]}.weight"] = torch.from_numpy(weight)
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(hf_config)

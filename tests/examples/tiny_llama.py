@@ -27,6 +27,22 @@ TEMPLATE = (
 )
 WRITTEN = [i for i, token in enumerate(TOKENS) if set(token) <= {*string.ascii_letters, *string.digits, "Ġ"}]
 
+# The parts of a Llama, by their names in a GGUF file and in a Hugging Face folder.
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TinyLlama:
