@@ -47,7 +47,7 @@ def load_decoder(
             if layer == "0":
                 target = _of_stack(device[path]) if isinstance(device, Mapping) else device
                 variable.set_value(jnp.zeros((config.num_layers, *value.shape), value.dtype, device=target))
-            value = _put(variable.get_value(), int(layer), value)
+            value = jax.block_until_ready(_put(variable.get_value(), int(layer), value))
         else:
             variable = variables[path]
         variable.set_value(value)
