@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from paged_jax import cudnn, layouts, platform_choice
@@ -17,6 +16,7 @@ from paged_jax.cache import PagedCache
 from paged_jax.cache_check import validate_layer
 from paged_jax.integers import as_int32
 from pallas_kernels import softmax
+from pallas_kernels.token_fill import token_fill
 
 _MANY_TOKENS = 512  # below, launching several kernels costs more than dense attention gains
 _MOST_CONTEXT = 16  # times the tokens: what is gathered at most, in case that little of it is there
@@ -142,10 +142,7 @@ def _attend_densely(operands, *, max_context: int, scale: float, return_lse: boo
         with_sink, lse = softmax.with_sink(out.astype(jnp.float32), lse, sinks.astype(jnp.float32)[None, :])
         out = with_sink.astype(q.dtype)
     is_token, is_promised = row < rows, (context >= 0) & (context <= max_context)
-    fill = jnp.where(is_token, jnp.where(is_promised[row], 1.0, jnp.nan), 0.0)  # 1 keeps what was computed
-    # Behind a barrier, or XLA would work it out again for every element of the output.
-    fill = lax.optimization_barrier(fill)[:, None, None]
-    out = jnp.where(fill == 1, out, fill.astype(out.dtype))
+    out = token_fill(out, ~is_token | ~is_promised[row], jnp.where(is_token, jnp.nan, 0.0))
     return (out, jnp.where(is_token[:, None], lse, -jnp.inf)) if return_lse else out
 
 

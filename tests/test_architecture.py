@@ -75,6 +75,7 @@ MAY_IMPORT = {
         "integers",
         "layouts",
         "pallas_kernels.softmax",
+        "pallas_kernels.token_fill",
         "platform_choice",
     },
     "paged_jax.compat": {"attention", "block_table", "cache", "integers", "pallas_kernels.quantisation"},

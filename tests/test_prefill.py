@@ -12,6 +12,7 @@ from lowering import lower_for_cuda
 from tolerances import assert_accurate
 
 from paged_jax import BlockTable, PagedCache, cudnn, paged_attention, prefill, prefill_attention, prefill_way
+from pallas_kernels.token_fill import token_fill
 
 SINKS = np.linspace(-1, 1, 4, dtype=np.float32)
 
@@ -80,6 +81,7 @@ def dense(monkeypatch):
     if jax.default_backend() != "gpu":
         monkeypatch.setattr(cudnn, "is_there", lambda _: True)
         monkeypatch.setattr(cudnn, "attend", attend_in_xla)
+        monkeypatch.setattr(prefill, "token_fill", functools.partial(token_fill, interpret=True))
         monkeypatch.setattr(prefill.platform_choice, "choose", choose_as_on_cuda)
 
 
@@ -185,7 +187,8 @@ def test_what_is_lowered_for_cuda(rows, options, calls, monkeypatch):
     def run(q, k, v, cache, table, counts):
         return prefill_attention(q, k, v, cache, table, query_lengths=counts, layer=1, **options)
 
-    if calls:  # cuDNN's lowering wants none of the abstract mesh that the kernel's wants
+    if calls:  # cuDNN's lowering wants none of the abstract mesh that a kernel's wants, so it lowers alone
+        monkeypatch.setattr(prefill, "token_fill", lambda vectors, is_filled, fill: vectors)
         trace = jax.jit(run).trace(q, k, v, cache, table, counts)
         text = trace.lower(lowering_platforms=("cuda",)).as_text()
     else:
