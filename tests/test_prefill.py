@@ -188,7 +188,7 @@ def test_what_is_lowered_for_cuda(rows, options, calls, monkeypatch):
         return prefill_attention(q, k, v, cache, table, query_lengths=counts, layer=1, **options)
 
     if calls:  # cuDNN's lowering wants none of the abstract mesh that a kernel's wants, so it lowers alone
-        monkeypatch.setattr(prefill, "token_fill", lambda vectors, is_filled, fill: vectors)
+        monkeypatch.setattr(prefill, "token_fill", lambda vectors, *_: vectors)
         trace = jax.jit(run).trace(q, k, v, cache, table, counts)
         text = trace.lower(lowering_platforms=("cuda",)).as_text()
     else:
