@@ -269,8 +269,8 @@ def _norm(config: ModelConfig, size: int, dtype, rngs: nnx.Rngs, axis: int = 0) 
 
 
 def _tokens_first(product: Float[Array, "out T"]) -> Float[Array, "T out"]:
-    """Transposes a matrix product behind a barrier: folded into the product, it costs XLA its fast CPU matmul."""
-    return lax.optimization_barrier(product).T
+    """Transposes a matrix product. On a CPU behind a barrier: folded into the product it costs XLA its fast matmul."""
+    return lax.platform_dependent(product, cpu=lambda x: lax.optimization_barrier(x).T, default=lambda x: x.T)
 
 
 # --- Prompts and generation -------------------------------------------------------------------------------------------
