@@ -55,7 +55,10 @@ class Pool:
     num_pages: int
     page_size: int
     blocks_per_row: int
-    page_bytes: int  # all layers, K and V
+    dtype: np.dtype
+    page_bytes: int  # all layers, K and V, with the scales of a quantised cache
+    plain_dtype: np.dtype  # the model's own, of a cache that is not told otherwise
+    plain_page_bytes: int
 
 
 class DenseMismatch(RuntimeError):
@@ -93,6 +96,11 @@ def run(args: argparse.Namespace, notes: Console) -> None:
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     config = pretrained.config.serving(max(map(len, prompts)) + args.max_tokens)
     pool = plan_pool(args, config, prompts, dtype)
+    if args.compare_dense and pool.dtype != dtype:
+        raise ValueError(
+            f"--compare-dense: expected a cache of the model's dtype, {dtype}, whose tokens a dense one repeats, got "
+            f"--cache-dtype {pool.dtype}"
+        )
     split = Split(sharding.make_mesh(**args.mesh), heads="heads") if args.mesh else None
     shardings = None if split is None else parameter_shardings(config, split)
 
@@ -107,7 +115,7 @@ def run(args: argparse.Namespace, notes: Console) -> None:
         track=lambda names: track(names, "Loading", console=notes, transient=True, disable=is_quiet),
     )
     attention = config.attention
-    sizes = (config.num_layers, pool.num_pages, pool.page_size, attention.num_kv_heads, attention.head_dim, dtype)
+    sizes = (config.num_layers, pool.num_pages, pool.page_size, attention.num_kv_heads, attention.head_dim, pool.dtype)
     table_sizes = (pool.num_pages, pool.page_size, len(prompts), pool.blocks_per_row)
     if split is None:
         cache, table = PagedCache.create(*sizes), BlockTable.create(*table_sizes)
@@ -232,11 +240,12 @@ def compare(rows: list[list[int]], expected: list[list[int]], notes: Console) ->
 
 
 def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[int]], dtype) -> Pool:
-    """How large a cache to make; refuses prompts that can never fit.
+    """How large a cache to make, for a model of `dtype`; refuses prompts that can never fit.
 
     Raises:
         ValueError: a prompt and its answer are longer than the model can read, or the prompts need more pages than
             there are.
+        NotImplementedError: the device has no caches of that dtype.
     """
     for number, prompt in enumerate(prompts, 1):
         if len(prompt) + args.max_tokens > config.max_length:
@@ -244,9 +253,8 @@ def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[
                 f"prompt {number}: expected prompt and --max-tokens to fit the model's {config.max_length} positions, "
                 f"got {len(prompt)} + {args.max_tokens} tokens"
             )
-    attention = config.attention
-    sizes = (config.num_layers, args.page_size, attention.num_kv_heads, attention.head_dim, dtype)
-    page_bytes = math.prod(sizes[:-1]) * 2 * dtype.itemsize
+    cache_dtype = jnp.dtype(args.cache_dtype or dtype)
+    page_bytes, plain_page_bytes = (bytes_of_page(config, args.page_size, kind) for kind in (cache_dtype, dtype))
     to_read = sum(math.ceil(len(prompt) / args.page_size) for prompt in prompts)
     to_finish = [math.ceil((len(prompt) + args.max_tokens) / args.page_size) for prompt in prompts]
     weight_bytes = sum(map(math.prod, parameter_shapes(config).values())) * dtype.itemsize
@@ -258,12 +266,24 @@ def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[
         )
     num_pages = args.num_pages
     if num_pages is None:
-        num_pages = min(sum(to_finish), PagedCache.pages_for(int(room * _SHARE_OF_FREE_MEMORY), *sizes))
+        num_pages = min(sum(to_finish), int(room * _SHARE_OF_FREE_MEMORY) // page_bytes)
     if to_read > num_pages:
         raise ValueError(
             f"the prompts need {to_read} pages of {args.page_size} tokens, expected at most the cache's {num_pages}"
         )
-    return Pool(num_pages, args.page_size, max(to_finish), page_bytes)
+    return Pool(num_pages, args.page_size, max(to_finish), cache_dtype, page_bytes, dtype, plain_page_bytes)
+
+
+def bytes_of_page(config: ModelConfig, page_size: int, dtype: np.dtype) -> int:
+    """Of a cache with one page, which is described but not made.
+
+    Raises:
+        NotImplementedError: the device has no caches of this dtype; the message names those it has.
+    """
+    attention = config.attention
+    sizes = (config.num_layers, 1, page_size, attention.num_kv_heads, attention.head_dim)
+    page = jax.eval_shape(functools.partial(PagedCache.create, *sizes, dtype))
+    return sum(pool.size * pool.dtype.itemsize for pool in jax.tree.leaves(page))
 
 
 def free_bytes() -> int:
@@ -284,7 +304,7 @@ def report(
     max_tokens: int,
     notes: Console,
 ) -> None:
-    """Speed, and memory beside what a contiguous cache would have reserved for the same batch."""
+    """Speed, and memory beside what a contiguous cache, and one of the model's dtype, would take for the same batch."""
 
     def rate(tokens: int, phase: str) -> str:
         return f"{tokens} tokens in {seconds[phase]:.2f} s, {tokens / seconds[phase]:.1f} tokens/s"
@@ -301,6 +321,11 @@ def report(
         f"{memory(pages_used * pool.page_size)}\n"
         f"contiguous  would reserve {len(prompts)} x {reserved // len(prompts)} tokens: {memory(reserved)}"
     )
+    if pool.dtype != pool.plain_dtype:
+        notes.print(
+            f"cache dtype {pool.dtype}; {pool.plain_dtype} would take "
+            f"{pages_used * pool.plain_page_bytes / 1e6:.1f} MB for the same pages"
+        )
 
 
 @contextmanager

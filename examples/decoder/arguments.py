@@ -7,6 +7,8 @@ from pathlib import Path
 
 from paged_jax import Sampler
 
+_CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+
 
 def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="generate.py", description=description)
@@ -24,7 +26,9 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     parser.add_argument(
         "--model", metavar="PATH", help="a Hugging Face folder or a GGUF file (SmolLM2-135M-Instruct, fetched)"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="weights and cache (by device)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="weights and activations (by device)"
+    )
     parser.add_argument(
         "--prefill-tokens",
         type=positive_int,
@@ -53,6 +57,12 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     paging.add_argument("--page-size", type=positive_int, default=16, metavar="N", help="tokens per page (16)")
     paging.add_argument(
         "--num-pages", type=pages_or_auto, metavar="N|auto", help="pages in the pool (auto: by need and free memory)"
+    )
+    paging.add_argument(
+        "--cache-dtype",
+        type=cache_dtype,
+        metavar="int8|fp8|...",
+        help=f"of K and V: fp8, {', '.join(_CACHE_DTYPES)}; those of one byte save memory (--dtype)",
     )
     paging.add_argument("--show-table", action="store_true", help="draw each row's block table and the pool")
     args = parser.parse_args(argv)
@@ -114,6 +124,13 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 def pages_or_auto(text: str) -> int | None:
     return None if text == "auto" else positive_int(text)
+
+
+def cache_dtype(text: str) -> str:
+    name = "float8_e4m3fn" if text == "fp8" else text
+    if name not in _CACHE_DTYPES:
+        raise argparse.ArgumentTypeError(f"expected fp8 or one of {', '.join(_CACHE_DTYPES)}, got {text!r}")
+    return name
 
 
 def finite_float(text: str) -> float:
