@@ -14,19 +14,17 @@ from attention_cases import (
     DECODE,
     DECODE_AT_SIZE,
     DECODE_INTERPRETED,
-    E4M3,
-    EVERYTHING,
     F16,
     GPU,
     RAGGED,
     RAGGED_AT_SIZE,
     RAGGED_INTERPRETED,
+    attend_as,
     bits,
     case,
     every,
     meaning,
     op,
-    options_of,
     posed,
     queries,
     run_case,
@@ -116,91 +114,58 @@ def test_logits_of_half_a_million_keep_their_softmax(implementation, soft_cap, n
 # --- what no row owns
 
 
-def poisoned_runs(case, implementation, options):
-    attend = op(implementation, options)
-    pool = dict(case.pool) | {"width": 3 + -(-max(case.lengths) // dict(case.pool)["page_size"])}
-    for poison in pools.POISONS:
-        yield attend(queries(case), pools.build(case.lengths, poison=poison, **pool), case.query_lengths)
-    for garbage in pools.GARBAGE:
-        yield attend(queries(case), pools.build(case.lengths, garbage=garbage, **pool), case.query_lengths)
+DEAD = [{"poison": poison} for poison in pools.POISONS] + [{"garbage": garbage} for garbage in pools.GARBAGE]
 
 
-POISONED = {
-    "plain": case((0, 1, 8, 9, 21)),
-    "vllm": case((0, 1, 8, 9, 21), layout="vllm"),
-    "HND in 2 partitions": case((0, 1, 8, 9, 21), layout="HND", num_partitions=2),
-    "head major": case((0, 5, 9), page_size=5, layout="head_major"),
-    "page 5, float16": case((0, 4, 5, 11), page_size=5, dtype=F16, head_dim=24),
-    "everything in 3 partitions": case((0, 1, 9, 21), dtype=BF16, **EVERYTHING, num_partitions=3),
-    "float8_e4m3fn, vllm in 2 partitions": case((0, 1, 8, 21), dtype=E4M3, layout="vllm", num_partitions=2),
-}
-
-
-def assert_blind_to_dead_cells(case, implementation):
-    first, *others = (bits(*run) for run in poisoned_runs(case, implementation, options_of(case)))
+def assert_same_bits(case, implementation, changes):
+    """However the pool is changed, as `pools.build` takes it."""
+    attend, q = attend_as(case, implementation), queries(case)
+    built = (pools.build(case.lengths, **dict(case.pool), **change) for change in changes)
+    first, *others = (bits(*attend(q, pool, case.query_lengths)) for pool in built)
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("case", POISONED.values(), ids=POISONED)
+@pytest.mark.parametrize("name", DECODE_INTERPRETED)
 @every
-def test_decode_is_bit_identical_whatever_the_dead_cells_hold(case, implementation):
-    assert_blind_to_dead_cells(case, implementation)
+def test_decode_is_bit_identical_whatever_the_dead_cells_hold(name, implementation):
+    assert_same_bits(DECODE[name], implementation, DEAD)
 
 
-@pytest.mark.parametrize("case", POISONED.values(), ids=POISONED)
+@pytest.mark.parametrize("name", RAGGED_INTERPRETED)
 @every
-def test_ragged_queries_are_bit_identical_whatever_the_dead_cells_hold(case, implementation):
-    counts = tuple(min(n, 5) for n in case.lengths)
-    assert_blind_to_dead_cells(dataclasses.replace(case, query_lengths=counts, padding=3), implementation)
+def test_ragged_queries_are_bit_identical_whatever_the_dead_cells_hold(name, implementation):
+    assert_same_bits(RAGGED[name], implementation, DEAD)
 
 
 @every
 def test_poison_between_the_tokens_a_window_sees_is_never_read(implementation):
     """Keys behind the window are live cells, yet no query reads them: NaN there stays there."""
-    case_ = case((30, 21, 9), window=9, num_partitions=2)
-    q, pool, options, truth, plain = posed(case_)
+    case = DECODE["partitions wholly outside the window"]
+    q, pool, options, truth, plain = posed(case)
     k, v = np.array(pool.cache.k), np.array(pool.cache.v)
-    for pages, length in zip(np.asarray(pool.table.pages), case_.lengths, strict=True):
-        for j in range(length - 9):
+    for pages, length in zip(np.asarray(pool.table.pages), case.lengths, strict=True):
+        for j in range(length - options["window"]):
             k[1, pages[j // 8], j % 8] = v[1, pages[j // 8], j % 8] = np.nan
     cache = dataclasses.replace(pool.cache, k=jnp.asarray(k), v=jnp.asarray(v))
-    out, lse = op(implementation, options)(q, dataclasses.replace(pool, cache=cache))
+    out, lse = attend_as(case, implementation)(q, dataclasses.replace(pool, cache=cache))
     assert_accurate(out, truth[0], plain[0])
     assert_accurate(lse, truth[1], plain[1])
 
 
-def assert_placed_anywhere(case, implementation):
-    attend = op(implementation, options_of(case))
-    runs = [
-        bits(*attend(queries(case), pools.build(case.lengths, **dict(case.pool), placement=n), case.query_lengths))
-        for n in range(4)
-    ]
-    assert all(run == runs[0] for run in runs)
-
-
-PLACED = case((0, 9, 21, 30), num_partitions=2)
-
-
 @every
-def test_any_placement_of_pages_gives_the_same_decode(implementation):
-    assert_placed_anywhere(PLACED, implementation)
-
-
-@every
-def test_any_placement_of_pages_gives_the_same_ragged_queries(implementation):
-    assert_placed_anywhere(dataclasses.replace(PLACED, query_lengths=(0, 9, 3, 1)), implementation)
+@pytest.mark.parametrize("case", [c["partitions of everything"] for c in (DECODE, RAGGED)], ids=["decode", "ragged"])
+def test_any_placement_of_pages_gives_the_same(case, implementation):
+    assert_same_bits(case, implementation, [{"placement": n} for n in range(4)])
 
 
 # --- laws
 
 
 @every
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
-def test_decode_is_ragged_with_one_query_per_row(implementation, options):
-    decode = case((0, 1, 8, 9, 54), **options)
-    ragged = dataclasses.replace(decode, query_lengths=(1,) * 5)
-    q, pool, options, truth, plain = posed(decode)
-    outs = [op(implementation, options)(q, pool, queries) for queries in (None, ragged.query_lengths)]
+@pytest.mark.parametrize("name", ["plain", "partitions of everything"])
+def test_decode_is_ragged_with_one_query_per_row(implementation, name):
+    attend, (q, pool, _, truth, plain) = attend_as(DECODE[name], implementation), posed(DECODE[name])
+    outs = [attend(q, pool, counts) for counts in (None, np.ones_like(pool.lengths))]
     for out, lse in outs:
         assert_accurate(out, truth[0], plain[0])
         assert_accurate(lse, truth[1], plain[1])
@@ -231,6 +196,26 @@ CHUNKINGS = {
 }
 
 
+@functools.cache
+def chunk_step(implementation, **options):
+    """A step over the next tokens of two prompts, compiled once for all chunkings of one size."""
+
+    @functools.partial(jax.jit, static_argnames="size")
+    def forward(cache, table, counts, q, k, v, size):
+        """q, k, v [B, longest, ..] whole prompts; the step says which of their tokens are computed now."""
+        table, step, ok = table.step(counts, size=size)
+        q, k, v = (
+            jnp.where((step.rows < 2)[:, None, None], x[step.rows % 2, step.positions], jnp.nan) for x in (q, k, v)
+        )
+        cache = cache.write(0, k, v, step.slots)
+        out = paged_attention(
+            q, cache, step.table, query_lengths=step.query_lengths, implementation=implementation, **options
+        )
+        return cache, table, step, ok, out
+
+    return forward
+
+
 @pytest.mark.parametrize(
     ("implementation", "chunks"),
     [pytest.param("xla", chunks, id=f"xla-{name}") for name, chunks in CHUNKINGS.items()]
@@ -248,21 +233,7 @@ def test_any_chunking_of_a_prompt_is_one_piece(implementation, chunks, options):
     q, k, v = ([rng.standard_normal((n, heads, 16)).astype(np.float32) for n in PROMPTS] for heads in (4, 2, 2))
     nothing = np.full((1, 12, 4, 2, 16), np.nan, np.float32)
     cache = pools.cache_of(nothing, nothing)
-    table = BlockTable.create(12, 4, 2, 6)
-
-    @functools.partial(jax.jit, static_argnames="size")
-    def forward(cache, table, counts, q, k, v, size):
-        """q, k, v [B, longest, ..] whole prompts; the step says which of their tokens are computed now."""
-        table, step, ok = table.step(counts, size=size)
-        q, k, v = (
-            jnp.where((step.rows < 2)[:, None, None], x[step.rows % 2, step.positions], jnp.nan) for x in (q, k, v)
-        )
-        cache = cache.write(0, k, v, step.slots)
-        out = paged_attention(
-            q, cache, step.table, query_lengths=step.query_lengths, implementation=implementation, **options
-        )
-        return cache, table, step, ok, out
-
+    table, forward = BlockTable.create(12, 4, 2, 6), chunk_step(implementation, **options)
     prompts = [np.stack([np.pad(row, ((0, 13 - len(row)), (0, 0), (0, 0))) for row in x]) for x in (q, k, v)]
     outs = np.full((2, 13, 4, 16), np.nan)
     for counts, size in chunks:

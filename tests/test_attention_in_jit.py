@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pools
 import pytest
-from attention_cases import DECODE, F32, GPU, RAGGED, bits, every, meaning, op, posed
+from attention_cases import DECODE, F32, GPU, RAGGED, attend_as, bits, every, meaning, posed
 from lowering import lower_for_cuda
 from tolerances import assert_accurate
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("highest_precision")
 def stacked(layers, **kw):
     """One cache whose every layer holds rows of its own on the same pages."""
     each = [pools.build(**kw, seed=layer) for layer in range(layers)]
-    k, v = (jnp.concatenate([getattr(pool.cache, name) for pool in each]) for name in "kv")
+    k, v = (jnp.asarray(np.concatenate([getattr(pool.cache, name) for pool in each])) for name in "kv")
     cache = dataclasses.replace(each[0].cache, k=k, v=v)
     return [dataclasses.replace(pool, cache=cache, layer=layer) for layer, pool in enumerate(each)]
 
@@ -49,7 +49,7 @@ def assert_scans_over_layers(implementation, query_lengths):
 
         return jax.lax.scan(body, cache, (jnp.arange(3), q, windows))[1]
 
-    counts = None if query_lengths is None else jnp.asarray(query_lengths, jnp.int32)
+    counts = None if query_lengths is None else np.asarray(query_lengths, np.int32)
     outs, lses = scan(q, windows, layers[0].cache, layers[0].table, counts)
     for n, pool in enumerate(layers):
         truth, plain = meaning(q[n], pool, query_lengths, {"window": int(windows[n])})
@@ -71,7 +71,7 @@ def test_ragged_queries_in_a_scan_over_layers_read_each_layer_through_its_own_wi
 @pytest.mark.parametrize(("dtype", "layout"), pools.WRITTEN_IN_PLACE_IN_LAYOUTS)
 def test_a_scan_that_writes_and_attends_copies_no_pool(implementation, dtype, layout):
     cache = PagedCache.create(3, 200, 4, 2, 16, dtype, layout=layout)
-    table, _ = BlockTable.create(200, 4, 2, 5).extend(jnp.asarray([7, 3], jnp.int32))
+    table = pools.block_table([[5, 9], [3]], [7, 3], 200, 4, width=5)
 
     def forward(cache, table, q, k, v):
         table, step, _ = table.step(jnp.asarray([1, 1], jnp.int32))
@@ -83,7 +83,7 @@ def test_a_scan_that_writes_and_attends_copies_no_pool(implementation, dtype, la
 
         return *jax.lax.scan(body, cache, (jnp.arange(3), q, k, v)), table
 
-    q, k = (jnp.ones((3, 2, heads, 16), pools.of_tokens(dtype)) for heads in (4, 2))
+    q, k = (np.ones((3, 2, heads, 16), pools.of_tokens(dtype)) for heads in (4, 2))
     compiled = jax.jit(forward, donate_argnums=0).lower(cache, table, q, k, k).compile()
     assert pools.pool_copies(compiled.as_text(), cache) == []
     before = [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(cache)]
@@ -117,23 +117,21 @@ def test_rows_grow_without_a_new_trace(implementation):
 
 @every
 def test_the_layer_may_be_an_int_or_traced(implementation):
-    q, pool, _, _, _ = posed(DECODE["page 16, bfloat16"])
-    expected = op(implementation)(q, pool)[0]
-    call = functools.partial(paged_attention, jnp.asarray(q), pool.cache, pool.table, implementation=implementation)
-    for attend in (
-        lambda: call(layer=1),
-        jax.jit(lambda: call(layer=1)),
-        lambda: call(layer=jnp.int32(1)),
-    ):
-        assert_accurate(attend(), expected, expected)
+    q, pool, options, truth, plain = posed(DECODE["head_dim 128, 1 partition"])
+    attend = functools.partial(paged_attention, q, pool.cache, pool.table, implementation=implementation, **options)
+    expected = attend(layer=1)
+    assert_accurate(expected, truth[0], plain[0])
+    for out in (attend(layer=jnp.int32(1)), jax.jit(lambda: attend(layer=1))()):
+        assert_accurate(out, expected, expected)
 
 
 @every
 def test_without_return_lse_the_output_comes_alone(implementation):
-    q, pool, options, _, _ = posed(DECODE["more partitions than pages"])
+    case = DECODE["more partitions than tokens"]
+    q, pool, options, _, _ = posed(case)
     attend = functools.partial(paged_attention, layer=1, implementation=implementation, **options)
-    alone = jax.jit(attend)(jnp.asarray(q), pool.cache, pool.table)
-    out, _ = jax.jit(functools.partial(attend, return_lse=True))(jnp.asarray(q), pool.cache, pool.table)
+    alone = jax.jit(attend)(q, pool.cache, pool.table)
+    out, _ = attend_as(case, implementation)(q, pool)
     assert bits(alone) == bits(out)
 
 
@@ -202,12 +200,12 @@ def test_a_callers_mistake_says_what_was_expected(mistake, implementation):
 def test_a_head_dim_that_the_kernel_cannot_do_is_named(head_dim, v_head_dim):
     """Who asks for the kernel hears why not; who leaves the choice open gets the reference, also on a GPU."""
     cache, table = PagedCache.create(1, 5, 8, 2, head_dim, F32, v_head_dim=v_head_dim), BlockTable.create(5, 8, 3, 4)
-    q = jnp.ones((3, 4, head_dim))
+    q = np.ones((3, 4, head_dim), np.float32)
     for implementation in ("triton", "triton_interpret"):
         with pytest.raises(NotImplementedError, match=r"head_dim that is a multiple of 8 from 16 to 256, not \d+"):
             paged_attention(q, cache, table, implementation=implementation)
     assert "paged_decode" not in lower_for_cuda(paged_attention, q, cache, table)
-    assert paged_attention(q, cache, table).shape == (3, 4, v_head_dim)
+    assert jax.jit(paged_attention).lower(q, cache, table).out_info.shape == (3, 4, v_head_dim)
 
 
 def test_the_attempt_without_a_mistake_passes():

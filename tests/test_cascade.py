@@ -1,6 +1,7 @@
 """Cascade attention is paged attention, whatever rows share."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,9 @@ OPTIONS = {"soft_cap": 5.0, "sinks": np.linspace(-1, 1, 6, dtype=np.float32)}
 OPTIONS |= {"alibi_slopes": np.linspace(0.1, 0.5, 6, dtype=np.float32), "scale": 0.4}
 
 
-def pool_of(lengths, num_shared, dtype=F32, seed=0):
+def pool_of(lengths, num_shared, dtype=F32, **sizes):
     """Rows of which all live ones begin with the pages of the longest; a row's own blocks stay its own."""
-    pool = pools.build(lengths, page_size=PAGE, dtype=dtype, seed=seed)
+    pool = pools.build(lengths, page_size=PAGE, dtype=dtype, **sizes)
     pages, longest = np.array(pool.table.pages), int(np.argmax(lengths))
     live = np.asarray(lengths) > 0
     pages[live, :num_shared] = pages[longest, :num_shared]
@@ -34,48 +35,49 @@ def pool_of(lengths, num_shared, dtype=F32, seed=0):
     return dataclasses.replace(pool, table=table, k_rows=k_rows, v_rows=v_rows)
 
 
-def cascade(implementation, options):
-    static = {name: value for name, value in options.items() if not isinstance(value, np.ndarray)}
-    arrays = {name: value for name, value in options.items() if isinstance(value, np.ndarray)}
+@functools.cache
+def cascade(implementation, has_options):
+    """The op under jit, compiled once for all calls of one size."""
+    options = OPTIONS if has_options else {}
 
     @jax.jit
-    def attend(q, cache, table, arrays):
-        return cascade_attention(q, cache, table, return_lse=True, implementation=implementation, **arrays, **static)
+    def attend(q, cache, table):
+        return cascade_attention(q, cache, table, return_lse=True, implementation=implementation, **options)
 
-    return lambda q, pool: attend(jnp.asarray(q), pool.cache, pool.table, arrays)
+    return lambda q, pool: attend(q, pool.cache, pool.table)
+
+
+def assert_accurate_cascade(pool, implementation, has_options):
+    lengths = pool.lengths
+    q = np.random.default_rng(3).standard_normal((len(lengths), 6, 16)).astype(pool.cache.k.dtype)
+    q[lengths == 0] = np.nan
+    out, lse = cascade(implementation, has_options)(q, pool)
+    truth, dense = meaning(q, pool, None, OPTIONS if has_options else {})
+    assert_accurate(out, truth[0], dense[0])
+    assert_accurate(lse, truth[1], dense[1])
 
 
 @every
 @pytest.mark.parametrize(
-    ("lengths", "num_shared", "dtype", "options"),
+    ("lengths", "num_shared", "dtype", "has_options"),
     [
-        ((30, 0, 17, 16, 23), 4, F32, {}),  # one row has nothing else
-        ((30, 0, 17, 18, 23), 4, BF16, OPTIONS),
-        ((9, 30), 0, F32, OPTIONS),
-        ((0, 0), 0, F32, OPTIONS),
-        ((0, 13), 3, F32, {}),
-        ((3, 3, 2), 0, F32, {}),  # no full block
+        ((30, 0, 17, 16, 23), 4, F32, False),  # one row has nothing else
+        ((30, 0, 17, 18, 23), 4, BF16, True),
+        ((9, 30, 0, 0, 0), 0, F32, True),
+        ((0, 0, 0, 0, 0), 0, F32, True),
+        ((0, 13, 0, 0, 0), 3, F32, False),
+        ((3, 3, 2, 0, 0), 0, F32, False),  # no full block
     ],
 )
-def test_cascade_is_dense_attention(lengths, num_shared, dtype, options, implementation):
-    pool = pool_of(lengths, num_shared, dtype)
-    q = np.random.default_rng(3).standard_normal((len(lengths), 6, 16)).astype(dtype)
-    q[np.asarray(lengths) == 0] = np.nan
-    out, lse = cascade(implementation, options)(q, pool)
-    truth, dense = meaning(q, pool, None, options)
-    assert_accurate(out, truth[0], dense[0])
-    assert_accurate(lse, truth[1], dense[1])
+def test_cascade_is_dense_attention(lengths, num_shared, dtype, has_options, implementation):
+    blocks = sum(-(-n // PAGE) for n in lengths)
+    pool = pool_of(lengths, num_shared, dtype, width=8, spare_pages=26 - blocks)  # one size: few programs
+    assert_accurate_cascade(pool, implementation, has_options)
 
 
 @pytest.mark.parametrize("rows", [1, 33, 70])  # of 6 heads over 2 kv heads: 42 rows share 128 lanes
 def test_rows_beyond_what_one_program_takes(rows):
-    lengths = (np.arange(rows) % 5 + 8).tolist()
-    pool = pool_of(lengths, 2)
-    q = np.random.default_rng(3).standard_normal((rows, 6, 16)).astype(F32)
-    out, lse = cascade("xla", {})(q, pool)
-    truth, dense = meaning(q, pool, None, {})
-    assert_accurate(out, truth[0], dense[0])
-    assert_accurate(lse, truth[1], dense[1])
+    assert_accurate_cascade(pool_of(np.arange(rows) % 5 + 8, 2), "xla", has_options=False)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,6 @@ def test_blocks_that_all_live_rows_begin_with(lengths, pages, expected):
 def test_it_pays_by_the_bytes_that_are_not_read_again():
     pool = pool_of((30, 30, 30), 4)
     assert not cascade_pays(pool.cache, pool.table)
-    cache = jax.eval_shape(lambda: dataclasses.replace(pool.cache, k=jnp.zeros((1, 64, 4, 2, 1 << 19)), v=pool.cache.v))
+    cache = dataclasses.replace(pool.cache, k=jax.ShapeDtypeStruct((1, 64, 4, 2, 1 << 19), F32))
     assert cascade_pays(cache, pool.table)  # 2 rows spared 16 tokens of 2 heads × 2^19 dims × 4 bytes
     assert not cascade_pays(cache, dataclasses.replace(pool.table, lengths=jnp.array([30, 0, 0], jnp.int32)))

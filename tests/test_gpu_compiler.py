@@ -48,7 +48,7 @@ def test_decode_compiles(gpu, case, monkeypatch):
 
 
 @every_gpu
-@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", {case.tag: case for case in PREFILL_CASES}.values(), ids=lambda case: case.tag)
 def test_prefill_compiles(gpu, case, monkeypatch):
     use_device(monkeypatch, gpu)
 

@@ -5,7 +5,7 @@
 
 import functools
 import os
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from paged_jax import BlockTable, PageCopies, PagedStep
 P, C, M, B, T = 11, 3, 4, 5, 8  # pages, cells per page, blocks per row, rows, tokens of a packed step
 OPERATIONS, BYTES, SHARDS = 50, 12, 4  # operations of a sequence, bytes that one is drawn from, tests that share them
 SEQUENCES = 2000 * int(os.environ.get("PAGED_JAX_LAWS", "1"))
+EMPTY = BlockTable.create(P, C, B, M)
 
 
 class Outcome(NamedTuple):
@@ -47,17 +48,18 @@ def in_one_transfer(function):
         found = function(*arguments)
         return found.table, jnp.concatenate([leaf.ravel().astype(jnp.int32) for leaf in jax.tree.leaves(found)])
 
-    compiled, shapes = jax.jit(flat), []
+    compiled, outcomes, parts = jax.jit(flat), [], []
 
     def run(*arguments):
-        if not shapes:
-            shapes.append(jax.eval_shape(function, *arguments))
+        if not outcomes:
+            outcomes.append(jax.eval_shape(function, *arguments))
+            leaves = jax.tree.leaves(outcomes[0])
+            ends = accumulate(leaf.size for leaf in leaves)
+            parts.extend((end - leaf.size, end, leaf.shape) for end, leaf in zip(ends, leaves, strict=True))
         table, numbers = compiled(*arguments)
-        numbers, leaves, at = np.asarray(numbers), [], 0
-        for leaf in jax.tree.leaves(shapes[0]):
-            leaves.append(numbers[at : at + leaf.size].reshape(leaf.shape))
-            at += leaf.size
-        return table, jax.tree.unflatten(jax.tree.structure(shapes[0]), leaves)
+        numbers = np.asarray(numbers)
+        leaves = [numbers[start:end].reshape(shape) for start, end, shape in parts]
+        return table, jax.tree.unflatten(jax.tree.structure(outcomes[0]), leaves)
 
     return run
 
@@ -183,21 +185,15 @@ class Model:
             src, dst = found.copies.src, found.copies.dst
             assert ((src < P) == (dst < P)).all()
             self.cells[dst[dst < P]] = self.cells[src[src < P]]
-        slots = [
-            [(page, cell) for page in row for cell in range(C)][:n]
-            for row, n in zip(self.pages, table.lengths, strict=True)
-        ]
-        written = []
-        for of_row, row in zip(slots, self.rows, strict=True):
-            for slot, stamp in zip(of_row, row, strict=True):
-                if stamp > self.last_written:
-                    self.cells[slot] = stamp
-                    written.append(slot[0] * C + slot[1])
+        cells, stamps = self.cells.reshape(-1), np.array([*chain(*self.rows)], int)
+        slots = (table.pages[:, :, None] * C + np.arange(C)).reshape(B, M * C)
+        slots = slots[np.arange(M * C) < table.lengths[:, None]]  # of every token, row by row
+        is_new = stamps > self.last_written
+        cells[slots[is_new]] = stamps[is_new]
         self.last_written = self.last_stamp
         if found.slots is not None:
-            assert sorted(found.slots[found.slots < P * C].tolist()) == sorted(written)
-        for of_row, row in zip(slots, self.rows, strict=True):
-            assert [self.cells[slot] for slot in of_row] == row
+            assert sorted(found.slots[found.slots < P * C].tolist()) == sorted(slots[is_new].tolist())
+        assert (cells[slots] == stamps).all()
 
 
 def decode(data, model):
@@ -274,8 +270,7 @@ def test_any_sequence_of_operations_agrees_with_the_model(shard):
     @settings(max_examples=SEQUENCES // SHARDS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.binary(min_size=OPERATIONS * BYTES, max_size=OPERATIONS * BYTES))
     def holds(data):
-        model, table = Model(), BlockTable.create(P, C, B, M)
-        before = jax.tree.map(np.asarray, table)
+        model, table, before = Model(), EMPTY, jax.tree.map(np.asarray, EMPTY)
         for i in range(0, len(data), BYTES):
             name, *arguments = decode(data[i : i + BYTES], model)
             if name == "adopt" and model.is_misuse(*arguments):
@@ -293,9 +288,8 @@ def test_any_sequence_of_operations_agrees_with_the_model(shard):
         for _ in range(max(model.retained)):
             for i in range(0, P, 5):
                 table, _ = RUN["drop"](table, np.arange(i, i + 5, dtype=np.int32))
-        fresh = BlockTable.create(P, C, B, M)
         for field in ("pages", "lengths", "ref_counts", "retained", "num_free"):
-            np.testing.assert_array_equal(getattr(table, field), getattr(fresh, field))
+            np.testing.assert_array_equal(getattr(table, field), getattr(EMPTY, field))
         assert sorted(table.free_pages.tolist()) == list(range(P))
 
     holds()

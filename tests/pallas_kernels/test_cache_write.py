@@ -25,21 +25,22 @@ SLOTS = {
 
 def filled(dtype, layout):
     """Every cell holds something."""
+    create = functools.partial(PagedCache.create, LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, dtype, v_head_dim=V_DIM)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(np.resize(np.arange(1, 100), leaf.shape), leaf.dtype),
-        PagedCache.create(LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, dtype, v_head_dim=V_DIM, layout=layout),
+        lambda leaf: np.resize(np.arange(1, 100), leaf.shape).astype(leaf.dtype),
+        jax.eval_shape(functools.partial(create, layout=layout)),
     )
 
 
 def operands(cache, slots, k_dtype=jnp.float32, v_dtype=jnp.bfloat16, layer=1):
     rng = np.random.default_rng(len(slots))
     k, v = (
-        jnp.asarray(100 * rng.standard_normal((len(slots), HEADS, dim)), dtype)
+        (100 * rng.standard_normal((len(slots), HEADS, dim))).astype(dtype)
         for dim, dtype in ((DIM, k_dtype), (V_DIM, v_dtype))
     )
     is_live = (np.asarray(slots) >= 0) & (np.asarray(slots) < PADDING)
-    k = jnp.where(is_live[:, None, None], k, jnp.nan)  # padding tokens hold anything
-    arrays = {"k": k, "v": v, "slots": jnp.asarray(slots, jnp.int32), "layer": jnp.int32(layer)}
+    k[~is_live] = np.nan  # padding tokens hold anything
+    arrays = {"k": k, "v": v, "slots": np.asarray(slots, np.int32), "layer": np.int32(layer)}
     return arrays | {
         "k_pages": cache.k, "v_pages": cache.v, "k_scales": cache.k_scale, "v_scales": cache.v_scale
     }  # fmt: skip
@@ -128,9 +129,10 @@ def test_without_a_name_and_by_name_xla_writes():
 def test_the_raw_kernel_takes_one_layer_or_a_stack():
     cache = filled(jnp.int8, "vllm")
     arrays = operands(cache, SLOTS["all kinds"])
-    stacked = cache_write(**arrays, layout="vllm", interpret=True)
+    kernel = jax.jit(functools.partial(cache_write, layout="vllm", interpret=True))
+    stacked = kernel(**arrays)
     one = {name: array[1] for name, array in arrays.items() if name.endswith(("pages", "scales"))}
-    single = cache_write(arrays["k"], arrays["v"], arrays["slots"], **one, layout="vllm", interpret=True)
+    single = kernel(arrays["k"], arrays["v"], arrays["slots"], **one)
     for layer, pool in zip(single, stacked, strict=True):
         assert layer.shape == pool.shape[1:]
         np.testing.assert_array_equal(layer, pool[1])

@@ -62,8 +62,9 @@ def test_candidates_surround_the_heuristic_and_fit(device):
 @pytest.mark.parametrize("tile", [32, 64, 128])
 def test_candidates_lower_for_cuda(tile, layout):
     sizes = {"L": 1, "P": 64, "C": 16, "K": 2, "H": 128}
-    k, v = (jnp.zeros(pool_shape(axes, sizes, 2), jnp.bfloat16) for axes in AXES[layout])
-    table, lengths, q = jnp.zeros((3, 9), jnp.int32), jnp.zeros(3, jnp.int32), jnp.zeros((3, 8, 128), jnp.bfloat16)
+    k, v = (jax.ShapeDtypeStruct(pool_shape(axes, sizes, 2), jnp.bfloat16) for axes in AXES[layout])
+    table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3, 9), (3,)))
+    q = jax.ShapeDtypeStruct((3, 8, 128), jnp.bfloat16)
     found = {
         (candidate.num_warps, candidate.num_stages): candidate
         for candidate in config.candidates(LLAMA, DEVICES["H200"])

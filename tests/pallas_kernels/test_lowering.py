@@ -51,12 +51,16 @@ def lower_decode(
     tokens=None,
     **options,
 ):
-    table = BlockTable.create(11, page_size, 3, 4)
-    cache = PagedCache.create(2, 11, page_size, num_kv_heads, head_dim, kv_dtype, v_head_dim=v_head_dim, layout=layout)
-    q = jnp.zeros((tokens or 3, num_heads, head_dim), q_dtype)
+    table = jax.eval_shape(lambda: BlockTable.create(11, page_size, 3, 4))
+    cache = jax.eval_shape(
+        lambda: PagedCache.create(
+            2, 11, page_size, num_kv_heads, head_dim, kv_dtype, v_head_dim=v_head_dim, layout=layout
+        )
+    )
+    q = jax.ShapeDtypeStruct((tokens or 3, num_heads, head_dim), q_dtype)
     if tokens:
-        options["query_lengths"] = jnp.ones(3, jnp.int32)
-    arrays = {name: option for name, option in options.items() if isinstance(option, jax.Array)}
+        options["query_lengths"] = jax.ShapeDtypeStruct((3,), jnp.int32)
+    arrays = {name: option for name, option in options.items() if isinstance(option, jax.ShapeDtypeStruct)}
     static = {name: option for name, option in options.items() if name not in arrays}
 
     def attend(q, cache, table, layer, arrays):
@@ -65,7 +69,7 @@ def lower_decode(
             **arrays, **static,
         )  # fmt: skip
 
-    return lower_for_cuda(attend, q, cache, table, jnp.int32(1), arrays)
+    return lower_for_cuda(attend, q, cache, table, jax.ShapeDtypeStruct((), jnp.int32), arrays)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +90,10 @@ def test_every_shape_and_dtype_lowers(
 
 OPTIONS = {
     "scale": 0.3,
-    "window": jnp.int32(7),
+    "window": jax.ShapeDtypeStruct((), jnp.int32),
     "soft_cap": 30.0,
-    "sinks": jnp.ones(8, jnp.float32),
-    "alibi_slopes": jnp.ones(8, jnp.bfloat16),
+    "sinks": jax.ShapeDtypeStruct((8,), jnp.float32),
+    "alibi_slopes": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
 }
 
 
@@ -111,7 +115,8 @@ def test_ragged_queries_lower(
     num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout, tokens
 ):
     del num_partitions
-    options = {"window": OPTIONS["window"], "sinks": jnp.ones(num_heads, jnp.float32)} if tokens == 12 else {}
+    sinks = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+    options = {"window": OPTIONS["window"], "sinks": sinks} if tokens == 12 else {}
     text = lower_decode(
         num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, None, layout, tokens, **options
     )

@@ -1,5 +1,7 @@
 """Partitions cover every row's tiles once, whatever the lengths, and share them out fairly."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +14,14 @@ from pallas_kernels import partition
 LENGTH = st.one_of(st.just(0), st.integers(1, 40), st.integers(1, 100_000))
 TILE = 16
 
-by_length = jax.jit(partition.by_length, static_argnames="wanted")
+
+@functools.partial(jax.jit, static_argnames="wanted")
+def by_length(lengths, wanted):
+    return partition.by_length(lengths, partition.ceil_div(lengths, TILE), wanted)
 
 
 def partitions_by_length(lengths, wanted):
-    lengths = jnp.asarray(lengths, jnp.int32)
-    return partition.Partitions(*map(np.asarray, by_length(lengths, partition.ceil_div(lengths, TILE), wanted=wanted)))
+    return partition.Partitions(*map(np.asarray, by_length(np.asarray(lengths, np.int32), wanted=wanted)))
 
 
 @given(

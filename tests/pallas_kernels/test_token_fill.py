@@ -19,11 +19,11 @@ CASES = {
 
 
 def check(dtype, num_tokens, sizes, filled, **options):
-    vectors = jnp.asarray(np.random.default_rng(0).standard_normal((num_tokens, *sizes)), dtype)
-    fill = jnp.where(jnp.arange(num_tokens) % 2, jnp.nan, 0.0)
+    vectors = np.random.default_rng(0).standard_normal((num_tokens, *sizes)).astype(dtype)
+    fill = np.where(np.arange(num_tokens) % 2, np.nan, 0).astype(np.float32)
     is_filled = np.isin(np.arange(num_tokens), filled)
-    out = jax.jit(functools.partial(token_fill, **options))(vectors, jnp.asarray(is_filled), fill)
-    expected = np.where(is_filled[:, None, None], np.asarray(fill)[:, None, None], np.asarray(vectors, np.float32))
+    out = jax.jit(functools.partial(token_fill, **options))(vectors, is_filled, fill)
+    expected = np.where(is_filled[:, None, None], fill[:, None, None], vectors.astype(np.float32))
     assert out.dtype == dtype
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
 
