@@ -32,19 +32,18 @@ def problem(lengths, query_lengths, padding=0, dtype=BF16, **sizes):
     return pool, q, k, v
 
 
-def attend(pool, q, k, v, query_lengths, **options):
-    """The output, its log-sum-exp, and the output asked for alone."""
-    arrays = {name: value for name, value in options.items() if isinstance(value, np.ndarray)}
+def attend(pool, q, k, v, query_lengths, return_lse=True, **options):
+    arrays = {name: jnp.asarray(value) for name, value in options.items() if isinstance(value, np.ndarray)}
     static = {name: value for name, value in options.items() if name not in arrays}
 
     @jax.jit
     def run(q, k, v, cache, table, layer, query_lengths, arrays):
-        attention = functools.partial(
-            prefill_attention, q, k, v, cache, table, layer=layer, query_lengths=query_lengths, **arrays, **static
+        return prefill_attention(
+            q, k, v, cache, table, layer=layer, query_lengths=query_lengths, return_lse=return_lse, **arrays, **static
         )
-        return *attention(return_lse=True), attention()
 
-    return run(q, k, v, pool.cache, pool.table, pool.layer, np.asarray(query_lengths, np.int32), arrays)
+    counts = jnp.asarray(query_lengths, jnp.int32)
+    return run(*map(jnp.asarray, (q, k, v)), pool.cache, pool.table, pool.layer, counts, arrays)
 
 
 def attend_in_xla(q, k, v, query_starts, query_lengths, key_starts, key_lengths, *, scale, is_causal, return_lse):
@@ -112,19 +111,20 @@ def test_the_dense_way_is_dense_attention(lengths, counts, sizes, options):
 
 def assert_dense(lengths, counts, sizes, options):
     pool, q, k, v = problem(lengths, counts, **sizes)
-    out, lse, alone = attend(pool, q, k, v, counts, **options)
+    out, lse = attend(pool, q, k, v, counts, **options)
     meant = {name: value for name, value in options.items() if name != "max_context"}
     truth, plain = meaning(q, pool, counts, meant)
     assert_accurate(out, truth[0], plain[0])
     assert_accurate(lse, truth[1], plain[1])
+    alone = attend(pool, q, k, v, counts, **options, return_lse=False)
     np.testing.assert_array_equal(np.asarray(alone, np.float32), np.asarray(out, np.float32))
 
 
 @pytest.mark.usefixtures("dense")
 def test_a_row_that_held_more_than_promised_gets_nan_and_no_other():
     pool, q, k, v = problem((20, 9, 13), (9, 9, 3))
-    out, *_ = attend(pool, q, k, v, (9, 9, 3), max_context=10)
-    whole, *_ = attend(pool, q, k, v, (9, 9, 3), max_context=11)
+    out, _ = attend(pool, q, k, v, (9, 9, 3), max_context=10)
+    whole, _ = attend(pool, q, k, v, (9, 9, 3), max_context=11)
     bad = np.isnan(np.asarray(out, np.float32)).all((1, 2))
     assert bad.tolist() == [True] * 9 + [False] * 12
     np.testing.assert_array_equal(np.asarray(out[9:], np.float32), np.asarray(whole[9:], np.float32))
@@ -136,10 +136,10 @@ def test_without_cudnn_and_by_name_it_is_paged_attention(implementation):
         pytest.skip("cuDNN is there")
     counts = (9, 0, 3)
     pool, q, k, v = problem((20, 9, 13), counts, dtype=F32)
-    out, lse, _ = attend(pool, q, k, v, counts, window=np.int32(9), implementation=implementation)
+    out, lse = attend(pool, q, k, v, counts, window=np.int32(9), implementation=implementation)
     expected, expected_lse = jax.jit(
         functools.partial(paged_attention, return_lse=True, implementation=implementation, layer=1, window=9)
-    )(q, pool.cache, pool.table, query_lengths=np.asarray(counts))
+    )(jnp.asarray(q), pool.cache, pool.table, query_lengths=jnp.asarray(counts))
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(lse, expected_lse)
 
@@ -204,7 +204,7 @@ def test_it_is_forward_only():
     counts = (9, 0, 3)
     pool, q, k, v = problem((20, 9, 13), counts)
     with pytest.raises(NotImplementedError, match="forward only"):
-        jax.grad(lambda q: attend(pool, q, k, v, counts)[0].sum())(jnp.asarray(q))
+        jax.grad(lambda q: attend(pool, q, k, v, counts, return_lse=False).sum())(jnp.asarray(q))
 
 
 @pytest.mark.usefixtures("dense")
