@@ -52,7 +52,7 @@ def test_parts_over_disjoint_keys_merge_to_the_whole(parts, sink_in, as_sequence
         for n, (first, last) in enumerate(itertools.pairwise(parts))
     ]
     outs, lses = zip(*runs, strict=True)
-    out, lse = jax.jit(merge_attention)(*((outs, lses) if as_sequence else (np.stack(outs), np.stack(lses))))
+    out, lse = merge_attention(*((outs, lses) if as_sequence else (jnp.stack(outs), jnp.stack(lses))))
     truth, whole = meaning(q, pool, None, {} if sink_in is None else {"sinks": sinks})
     assert_accurate(out, truth[0], whole[0])
     assert_accurate(lse, truth[1], whole[1])
@@ -66,9 +66,14 @@ def _merge_ops(implementation):
 def random_part(seed, dtype=F32, empty=False):
     rng = np.random.default_rng(seed)
     out, lse = rng.standard_normal((3, 4, 24)), rng.standard_normal((3, 4))
-    if empty:
-        out, lse = np.zeros_like(out), np.full_like(lse, -np.inf)
-    return out.astype(dtype), lse.astype(F32)
+    return (
+        (jnp.zeros((3, 4, 24), dtype), jnp.full((3, 4), -jnp.inf))
+        if empty
+        else (
+            jnp.asarray(out, dtype),
+            jnp.asarray(lse, F32),
+        )
+    )
 
 
 def merge(*parts):
@@ -119,7 +124,7 @@ def test_parts_merge_by_the_weights_of_their_denominators(dtype):
 @pytest.mark.parametrize("offset", [-500_000.0, 500_000.0])
 def test_merging_keeps_extreme_logits(offset):
     (a, _), (b, _) = random_part(0), random_part(1)
-    level = np.full((3, 4), offset, F32)
+    level = jnp.full((3, 4), offset)
     out, lse = merge((a, level), (b, level))
     np.testing.assert_allclose(out, (a + b) / 2, atol=1e-6)
     np.testing.assert_allclose(lse, level + np.log(2), rtol=1e-6)
@@ -134,4 +139,4 @@ def test_merging_keeps_extreme_logits(offset):
 )
 def test_parts_that_do_not_fit_do_not_merge(outs, lses):
     with pytest.raises(ValueError, match=r"(?is)expected.*got"):
-        jax.eval_shape(merge_attention, jax.ShapeDtypeStruct(outs, F32), jax.ShapeDtypeStruct(lses, F32))
+        merge_attention(jnp.zeros(outs), jnp.zeros(lses))

@@ -10,9 +10,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from paged_jax import BlockTable, PagedCache, paged_attention, sharding
 
 
-def new_cache(layout="NHD", dtype=jnp.float32, pages=6, kv_heads=8):
-    """Its shapes, which are all that PartitionSpecs ask for."""
-    return jax.eval_shape(lambda: PagedCache.create(2, pages, 4, kv_heads, 16, dtype, layout=layout))
+def new_cache(layout="NHD", dtype=jnp.float32):
+    return PagedCache.create(2, 6, 4, 8, 16, dtype, layout=layout)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
@@ -22,14 +21,14 @@ def test_a_shard_of_the_cache_has_its_heads_and_pages(layout, dtype):
     cache, mesh = new_cache(layout, dtype), AbstractMesh((2, 3), ("tp", "dp"))
     specs = sharding.cache_specs(cache, heads="tp", rows="dp")
     split = sharding.shardings(mesh, cache, specs)
-    expected = new_cache(layout, dtype, pages=2, kv_heads=4)
+    expected = PagedCache.create(2, 2, 4, 4, 16, dtype, layout=layout)
     shapes = jax.tree.map(lambda array, sharding: sharding.shard_shape(array.shape), cache, split)
     assert shapes == jax.tree.map(lambda array: array.shape, expected)
 
 
 def test_without_axes_everything_is_whole():
     cache, table = new_cache(), BlockTable.create(6, 4, 2, 3)
-    step = jax.eval_shape(lambda: table.step(jnp.ones(2, jnp.int32))[1])
+    _, step, _ = table.step(jnp.ones(2, jnp.int32))
     for specs in (sharding.cache_specs(cache), sharding.table_specs(table), sharding.step_specs(step)):
         for spec in jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec)):
             assert set(spec) <= {None}
@@ -65,8 +64,7 @@ def test_one_device_is_a_mesh_too(kind):
     table = sharding.take_shard(mesh, tables, 0, rows="dp")
     table.check()
     np.testing.assert_array_equal(table.lengths, [1, 1])
-    freed = jax.jit(BlockTable.release)(table, np.array([True, False]))
-    freed = sharding.put_shard(mesh, tables, 0, freed, rows="dp")
+    freed = sharding.put_shard(mesh, tables, 0, table.release(jnp.array([True, False])), rows="dp")
     np.testing.assert_array_equal(freed.lengths, [[0, 1]])
     assert float(cache.k.sum()) == 2 * 8 * 16
 
