@@ -130,7 +130,7 @@ DECODE = {
     ),
     "head major": case((0, 1, 8, 9, 54), layout="head_major"),
     "head major, page 24, values of 24, heads 12 of 4": case(
-        (0, 23, 25, 49), (12, 4), page_size=24, v_head_dim=24, layout="head_major", window=33
+        (0, 23, 25, 49), (12, 4), page_size=24, v_head_dim=24, layout="head_major", width=6, window=33
     ),
     "head major, page 1, rows share pages, bfloat16": case(
         (20, 20, 9), page_size=1, shared=(0, 1, 2), dtype=BF16, layout="head_major", sinks=True
@@ -144,7 +144,7 @@ DECODE = {
     ),
     "vllm, head_dim 256, 2 partitions": case(SHORT, head_dim=256, layout="vllm", num_partitions=2),
     # partitions
-    "3 partitions, page 5, bfloat16": case((0, 14, 15, 16, 54), page_size=5, num_partitions=3, dtype=BF16),
+    "3 partitions, page 5, bfloat16": case((0, 14, 15, 16, 54), page_size=5, num_partitions=3, dtype=BF16, width=14),
     "more partitions than pages": case(num_partitions=9),
     "more partitions than tokens": case((0, 1, 3), num_partitions=7, page_size=1),
     "partitions wholly outside the window": case((54, 97, 3), num_partitions=5, window=9, sinks=True),
@@ -176,7 +176,7 @@ RAGGED = {
     "soft cap": case((9, 54), query_lengths=(9, 17), soft_cap=1.0, magnitude=2.0),
     "3 partitions": case((9, 54), query_lengths=(9, 17), num_partitions=3),
     "HND, page 5": case((0, 9, 54), query_lengths=(0, 9, 17), page_size=5, layout="HND", dtype=BF16),
-    "head major, window 9": case((9, 54), query_lengths=(9, 17), layout="head_major", window=9),
+    "head major, window 9": case((9, 54), query_lengths=(9, 17), layout="head_major", width=10, window=9),
     "vllm, values of 24": case((9, 54), query_lengths=(9, 17), v_head_dim=24, layout="vllm", width=10, dtype=F16),
     "everything": case((0, 2, 9, 54), (6, 2), query_lengths=(2, 5, 9, 17), padding=4, **EVERYTHING),
     # of which the kernel takes tiles of few and tiles of many tokens
