@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from paged_jax import Sampler
-
-_CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+from paged_jax.cache_check import DTYPES
 
 
 def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
@@ -62,7 +61,7 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
         "--cache-dtype",
         type=cache_dtype,
         metavar="int8|fp8|...",
-        help=f"of K and V: fp8, {', '.join(_CACHE_DTYPES)}; those of one byte save memory (--dtype)",
+        help=f"of K and V: fp8, {', '.join(DTYPES)}; those of one byte save memory (--dtype)",
     )
     paging.add_argument("--show-table", action="store_true", help="draw each row's block table and the pool")
     args = parser.parse_args(argv)
@@ -128,8 +127,8 @@ def pages_or_auto(text: str) -> int | None:
 
 def cache_dtype(text: str) -> str:
     name = "float8_e4m3fn" if text == "fp8" else text
-    if name not in _CACHE_DTYPES:
-        raise argparse.ArgumentTypeError(f"expected fp8 or one of {', '.join(_CACHE_DTYPES)}, got {text!r}")
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(f"expected fp8 or one of {', '.join(DTYPES)}, got {text!r}")
     return name
 
 

@@ -2,27 +2,20 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import generate
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from command_line import COUNT, Run, run_command
 from safetensors.numpy import load_file, save_file
-from tiny_llama import NAMES, TEMPLATE, TinyLlama, tiny_llama
+from tiny_llama import NAMES, TEMPLATE, TinyLlama
 
 from decoder.chat import ChatTemplate, render_chat
 
-COUNT = 12
 INDEX, SHARD = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
-
-
-@pytest.fixture(scope="module")
-def tiny() -> TinyLlama:
-    return tiny_llama()
 
 
 def save_folder(tiny: TinyLlama, folder: Path) -> Path:
@@ -65,30 +58,12 @@ def folder(tiny: TinyLlama, tmp_path: Path) -> Path:
     return save_folder(tiny, tmp_path / "model")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setenv("PAGED_JAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
-
-
-Run = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process: (exit status, standard output, standard error)."""
+def run(folder: Path, own_cache: None, capsys: pytest.CaptureFixture[str]) -> Run:  # noqa: ARG001
+    """Runs the command with the folder: (exit status, standard output, standard error)."""
 
     def run(*arguments: Any, model: Path = folder) -> tuple[int, str, str]:
-        argv = ["--model", model, "--scan-layers", "--max-tokens", COUNT, *arguments]
-        capsys.readouterr()
-        try:
-            status = generate.main([str(argument) for argument in argv])
-        except SystemExit as exit:
-            status = exit.code
-        return status, *capsys.readouterr()
+        return run_command(capsys, "--model", model, "--scan-layers", "--max-tokens", COUNT, *arguments)
 
     return run
 
