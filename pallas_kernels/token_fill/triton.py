@@ -31,19 +31,21 @@ def _kernel(
     del before_ref
     num_tokens, size = vectors_ref.shape
     token = pl.program_id(0).astype(jnp.int32) * _TOKENS + iota(_TOKENS)
-    is_filled = load(is_filled_ref.at[token], token < num_tokens)
-    fill = load(fill_ref.at[token], token < num_tokens)
+    is_token = token < num_tokens
+    is_filled = load(is_filled_ref.at[token], is_token)
+    fill = load(fill_ref.at[token], is_token)
 
     @pl.when(jnp.max(is_filled) > 0)
     def store_tokens():
+        # Interpret mode knows no masks, but drops what is past the end.
+        at = jnp.where(is_filled > 0, token, num_tokens)[:, None]
+
         @pl.loop(0, pl.cdiv(size, _LANES))
         def store_lanes(chunk):
             lane = chunk * _LANES + iota(_LANES)
             mask = (is_filled > 0)[:, None] & (lane < size)[None, :]
-            # Interpret mode knows no masks, but drops what is past the end.
-            at = jnp.where(is_filled > 0, token, num_tokens)
             values = jnp.broadcast_to(fill[:, None], mask.shape)
-            plgpu.store(vectors_ref.at[at[:, None], lane[None, :]], values, mask=mask)
+            plgpu.store(vectors_ref.at[at, lane[None, :]], values, mask=mask)
 
 
 def token_fill(
