@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jaxtyping import Array
 
 import pallas_kernels
 from paged_jax import platform_choice
+from pallas_kernels import pairs
 from pallas_kernels.layouts import LAYOUTS, offset_obstacle, pool_sizes
 
 IMPLEMENTATIONS = ("xla", "triton", "triton_interpret")
@@ -91,8 +94,9 @@ def _refuse(arrays):
 
 def _obstacle(arrays: dict[str, Any], layout: str) -> str | None:
     """What keeps the Triton kernels from this call; None if nothing does."""
-    for name in ("k_pages", "v_pages"):
-        if obstacle := offset_obstacle(arrays[name]):
+    for axes, name in zip(LAYOUTS[layout], ("k_pages", "v_pages"), strict=True):
+        read = jax.eval_shape(functools.partial(pairs.view, axes), arrays[name])
+        if obstacle := offset_obstacle(read):
             return obstacle
     v_sizes = pool_sizes(LAYOUTS[layout][1], arrays["v_pages"].shape)
     for name, dim in (("head_dim", arrays["q"].shape[-1]), ("v_head_dim", v_sizes["H"])):

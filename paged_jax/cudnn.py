@@ -54,7 +54,9 @@ def attend(
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     lengths: dict[str, Any] = {"q_seqlen": query_lengths, "kv_seqlen": key_lengths}
-    if query_lengths.size > 1:
+    if query_lengths.size == 1:  # without offsets it gives keys past the end weight zero, and 0 · NaN is NaN
+        v = jnp.where(jnp.arange(v.shape[0])[:, None, None] < key_lengths[0], v, 0)
+    else:
         lengths = {name: array[None] for name, array in lengths.items()}
         lengths |= {"q_offsets": query_starts[None], "kv_offsets": key_starts[None]}
     # JAX's own functions mix ranks and dtypes, which a caller may have forbidden.

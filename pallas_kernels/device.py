@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -16,15 +17,21 @@ class Device(NamedTuple):
     processors: int
     shared_memory: int  # bytes for each processor
     kind: str = ""  # its name, under which it was tuned
+    ptx: bool = True  # whether it takes instructions in NVIDIA's notation
 
 
-INTERPRETED = Device(processors=2, shared_memory=164 << 10)  # every program costs time there
+INTERPRETED = Device(processors=2, shared_memory=164 << 10, ptx=False)  # every program costs time there
 
 
 def current_device() -> Device:
-    """The GPU at hand; where there is none, as in lowering for one from another host, a middling one."""
+    """The GPU at hand; where there is none, as in lowering for one from another host, a middling one of NVIDIA's."""
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
     if not gpus:
         return Device(processors=108, shared_memory=164 << 10)
     capability = str(getattr(gpus[0], "compute_capability", ""))
-    return Device(gpus[0].core_count, _SHARED_MEMORY_KIB.get(capability, 64) << 10, gpus[0].device_kind)
+    return Device(
+        processors=gpus[0].core_count,
+        shared_memory=_SHARED_MEMORY_KIB.get(capability, 64) << 10,
+        kind=gpus[0].device_kind,
+        ptx=re.fullmatch(r"\d+\.\d+", capability) is not None,  # AMD's are like "gfx942"
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 LAYOUTS = {
     "NHD": ("LPCKH", "LPCKH"),
@@ -64,7 +64,7 @@ def pool_index(axes: str, shape: tuple[int, ...], *, L: Any, P: Any, C: Any, K: 
     return tuple(index[axis] for axis in axes)
 
 
-def offset_obstacle(pool: Float[Array, "..."]) -> str | None:
+def offset_obstacle(pool: Shaped[Array, "..."]) -> str | None:
     """Why Pallas's Triton lowering would read elsewhere in a pool of this size; None if it would not.
 
     It counts elements in 32 signed bits unless the array is larger than 2^32 bytes.
@@ -74,6 +74,13 @@ def offset_obstacle(pool: Float[Array, "..."]) -> str | None:
     return None
 
 
+def require_addressable(k_pages: Shaped[Array, "..."], v_pages: Shaped[Array, "..."]) -> None:
+    """NotImplementedError if a pool has a size at which the lowering would read elsewhere."""
+    for name, pool in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if obstacle := offset_obstacle(pool):
+            raise NotImplementedError(f"{name}: the kernel {obstacle}")
+
+
 def stack_pools(
     k_pages: Float[Array, "..."], v_pages: Float[Array, "..."], layer: int | Int[Array, ""] | None, layout: str
 ) -> tuple[tuple[str, str], Float[Array, "..."], Float[Array, "..."], Int32[Array, " 1"]]:
@@ -81,12 +88,8 @@ def stack_pools(
 
     Raises:
         ValueError: the layout is unknown, or `k_pages` has another number of axes than it says.
-        NotImplementedError: a pool has a size at which the lowering would read elsewhere.
     """
     k_axes, v_axes = pool_axes(layout)
-    for name, pool in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if obstacle := offset_obstacle(pool):
-            raise NotImplementedError(f"{name}: the kernel {obstacle}")
     if k_pages.ndim != len(k_axes) - (layer is None):
         raise ValueError(
             f"k_pages: expected {len(k_axes) - 1} axes without a layer and {len(k_axes)} with one, "

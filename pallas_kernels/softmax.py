@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
@@ -23,15 +24,15 @@ LN_2 = math.log(2)
 class SoftmaxState(NamedTuple):
     """What has been folded so far, for Q queries: with no keys folded, peak is −inf and the rest is zero."""
 
-    weighted: Float32[Array, "... Q Hv"]  # Σ exp(score − peak) · value
+    weighted: Any  # Σ exp(score − peak) · value, [... Q Hv]; or a tuple of such, whose dims are parts of all
     total: Float32[Array, "... Q"]  # Σ exp(score − peak)
     peak: Float32[Array, "... Q"]  # the largest score, in the scores' own unit
 
 
-def init(queries: tuple[int, ...], value_dim: int) -> SoftmaxState:
+def init(queries: tuple[int, ...], value_dims: int | tuple[int, ...]) -> SoftmaxState:
     """The state of `queries` (a shape) before any key."""
     return SoftmaxState(
-        weighted=jnp.zeros((*queries, value_dim), jnp.float32),
+        weighted=jax.tree.map(lambda dim: jnp.zeros((*queries, dim), jnp.float32), value_dims),
         total=jnp.zeros(queries, jnp.float32),
         peak=jnp.full(queries, -jnp.inf, jnp.float32),
     )
@@ -40,7 +41,7 @@ def init(queries: tuple[int, ...], value_dim: int) -> SoftmaxState:
 def update(
     state: SoftmaxState,
     scores: Float32[Array, "... Q T"],
-    weigh: Callable[[Float32[Array, "... Q T"]], Float32[Array, "... Q Hv"]],
+    weigh: Callable[[Float32[Array, "... Q T"]], Any],
     *,
     unit: float,
     masked: bool,
@@ -49,7 +50,7 @@ def update(
 
     Args:
         scores: one per query and key; −inf for a key that the query must not see.
-        weigh: multiplies the weights with the tile's values, `weights @ values`.
+        weigh: multiplies the weights with the tile's values, `weights @ values`, into what `state.weighted` is of.
         unit: what one unit of score is worth as a power of two; `LOG2_E` for scores in natural units. A constant
             positive factor of all scores can go in here: it is then applied to differences of scores, which loses
             nothing where scores are huge, and costs nothing.
@@ -60,17 +61,17 @@ def update(
     decay = jnp.exp2((state.peak - origin) * unit)
     weights = jnp.exp2((scores - origin[..., None]) * unit)
     return SoftmaxState(
-        weighted=state.weighted * decay[..., None] + weigh(weights),
+        weighted=jax.tree.map(lambda before, new: before * decay[..., None] + new, state.weighted, weigh(weights)),
         total=state.total * decay + weights.sum(axis=-1),
         peak=peak,
     )
 
 
-def finish(state: SoftmaxState, *, unit: float) -> tuple[Float32[Array, "... Q Hv"], Float32[Array, "... Q"]]:
+def finish(state: SoftmaxState, *, unit: float) -> tuple[Any, Float32[Array, "... Q"]]:
     """The normalised output and the natural-log log-sum-exp of all keys folded; zeros and −inf where there are none."""
     is_empty = state.total == 0
     total = jnp.where(is_empty, 1.0, state.total)
-    out = jnp.where(is_empty[..., None], 0.0, state.weighted / total[..., None])
+    out = jax.tree.map(lambda sums: jnp.where(is_empty[..., None], 0.0, sums / total[..., None]), state.weighted)
     lse = jnp.where(is_empty, -jnp.inf, state.peak * (unit * LN_2) + jnp.log(total))
     return out, lse
 

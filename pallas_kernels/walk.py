@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels import softmax
+from pallas_kernels import pairs, softmax
 from pallas_kernels.layouts import pool_index, pool_sizes
 from pallas_kernels.quantisation import is_quantised, power_of_two
 
@@ -25,12 +25,13 @@ _SHORTEST_RUN = 8  # 16 bytes of two-byte values, what one thread loads at once
 class Keys(NamedTuple):
     """The keys and values of one row and kv head, for the walk over positions [begin, end)."""
 
-    k_ref: Any  # pool of K
-    v_ref: Any  # pool of V
+    k_ref: Any  # pool of K, or of pairs of its values
+    v_ref: Any  # pool of V, likewise
     k_scales_ref: Any  # [L, P, C, K] or None
     v_scales_ref: Any
     tables_ref: Any  # [B, M]
     axes: tuple[str, str]  # of the pools
+    dtypes: tuple[np.dtype, np.dtype]  # of their values
     layer: Int32[Array, ""]
     row: Int32[Array, ""]
     kv_head: Int32[Array, ""]
@@ -57,24 +58,38 @@ def fold(
     soft_cap: float | None,
     slopes: Float32[Array, " Q"] | None,
     window: Int32[Array, ""] | None,
+    ptx: bool,
 ) -> tuple[Float32[Array, "Q v_dim"], Float32[Array, " Q"]]:
     """The normalised output and log-sum-exp of queries over the tiles of `stretches`.
 
     Tile i holds the keys from `begin + i * tile` on. In a stretch that is not masked, every query sees every key. Dims
     are powers of two; those of the output past V's head_dim are zero.
+
+    Where a pool is of pairs its tiles are in two parts, of the even and of the odd dims, and so are the queries that
+    meet those of K and the output from those of V.
     """
     page_size, v_head_dim = (pool_sizes(keys.axes[1], keys.v_ref.shape)[axis] for axis in "CH")
     v_lanes = pl.next_power_of_2(v_head_dim)
     run = math.gcd(tile, page_size)  # cells of one page that lie together in a tile, as long as the walk begins at 0
     is_in_runs = keys.axes[1].endswith("C") and run >= _SHORTEST_RUN and isinstance(keys.begin, int)
-    k_dtype, v_dtype = (_product_dtype(q.dtype, ref.dtype) for ref in (keys.k_ref, keys.v_ref))
+    k_dtype, v_dtype = (_product_dtype(q.dtype, dtype) for dtype in keys.dtypes)
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if k_dtype == jnp.float32 else None)
-    q = q.astype(k_dtype)
+    # Numbers from pairs may be too small by a power of two: half of it goes into the product's other factor, and half
+    # into the product, which is so within float32's range in between.
+    is_k_paired, is_v_paired = (ref.dtype == pairs.WORD for ref in (keys.k_ref, keys.v_ref))
+    k_half = 2.0 ** (pairs.shortfall(keys.dtypes[0], k_dtype, ptx=ptx) // 2 if is_k_paired else 0)
+    v_half = 2.0 ** (pairs.shortfall(keys.dtypes[1], v_dtype, ptx=ptx) // 2 if is_v_paired else 0)
+    q, scale = q * k_half, scale * k_half
+    queries = [part.astype(k_dtype) for part in (pairs.split(q) if is_k_paired else (q,))]
     # A positive scale that is all that happens to a score goes into the softmax's unit instead of every score.
     is_scale_all = soft_cap is None and slopes is None and scale > 0
     unit = scale * softmax.LOG2_E if is_scale_all else softmax.LOG2_E
     # Weights times scales of V can be too small for float16: a power of two goes in there, and out at the end.
-    lift = 1.0 if keys.v_scales_ref is None else power_of_two(keys.v_ref.dtype)
+    lift = 1.0 if keys.v_scales_ref is None else power_of_two(keys.dtypes[1])
+
+    def numbers(tile, dtype, product):
+        is_paired = tile.dtype == pairs.WORD
+        return pairs.take_apart(tile, dtype, product, ptx=ptx) if is_paired else (tile.astype(product),)
 
     def fold_tile(i, state, *, masked: bool):
         position = keys.begin + i * tile + iota(tile)
@@ -82,8 +97,10 @@ def fold(
         page = load(keys.tables_ref.at[keys.row, lax.div(position, np.int32(page_size))], is_live)
         cell = lax.rem(position, np.int32(page_size))
         load_k = _load_pieces if keys.axes[0].endswith("x") else _load_heads
-        k = load_k(keys, keys.k_ref, keys.axes[0], page, cell, is_live, q.shape[1])
-        scores = dot(q, k.astype(k_dtype), trans_b=True)
+        k = load_k(keys, keys.k_ref, keys.axes[0], page, cell, is_live, queries[0].shape[1])
+        k = numbers(k, keys.dtypes[0], k_dtype)
+        products = (dot(of_q, of_k, trans_b=True) for of_q, of_k in zip(queries, k, strict=True))
+        scores = functools.reduce(jnp.add, products)
         if keys.k_scales_ref is not None:
             scores *= _load_scales(keys, keys.k_scales_ref, page, cell, is_live)[None, :]
         if not is_scale_all:
@@ -101,8 +118,8 @@ def fold(
 
         def weigh(weights):
             if keys.v_scales_ref is not None:
-                weights *= lift * _load_scales(keys, keys.v_scales_ref, page, cell, is_live)[None, :]
-            return dot(weights.astype(v_dtype), v.astype(v_dtype))
+                weights *= lift * v_half * _load_scales(keys, keys.v_scales_ref, page, cell, is_live)[None, :]
+            return tuple(dot(weights.astype(v_dtype), of_v) for of_v in numbers(v, keys.dtypes[1], v_dtype))
 
         if is_in_runs:
             v = _load_runs(keys, keys.v_ref, keys.axes[1], i * tile, tile, run, v_lanes, masked=masked)
@@ -110,11 +127,12 @@ def fold(
             v = _load_heads(keys, keys.v_ref, keys.axes[1], page, cell, is_live, v_lanes)
         return softmax.update(state, scores, weigh, unit=unit, masked=masked)
 
-    state = softmax.init(q.shape[:1], v_lanes)
+    state = softmax.init(q.shape[:1], (v_lanes, v_lanes) if is_v_paired else (v_lanes,))
     for first, end, masked in stretches:
         state = lax.fori_loop(first, end, functools.partial(fold_tile, masked=masked), state)
-    out, lse = softmax.finish(state, unit=unit)
-    return (out if lift == 1 else out * (1 / lift)), lse
+    outs, lse = softmax.finish(state, unit=unit)
+    out = pairs.join(*outs) if is_v_paired else outs[0]
+    return (out if lift == v_half == 1 else out * (v_half / lift)), lse
 
 
 def load(at, mask):

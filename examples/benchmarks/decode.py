@@ -4,8 +4,8 @@
 
 Each time is that of one layer in a chain of dependent layers inside one `jax.jit`, as deep as a model. The layers take
 turns with K and V that exceed the L2 cache together, and the pages of each row are randomly permuted. Contestants take
-turns as well, and the median over the turns is what counts. A contestant with settings to try first shows which of them
-is its fastest.
+turns as well, in another order each time, since what one does to the clock the next one feels; the median over the
+turns is what counts. A contestant with settings to try first shows which of them is its fastest.
 """
 
 import argparse
@@ -206,8 +206,10 @@ def measure(problem: Problem, contestants: dict[str, Contestant], rounds: int) -
         except Exception as obstacle:
             failures[name] = reason(obstacle)
     times = {name: [] for name in runs}
+    order = np.random.default_rng(0)
     for _ in range(rounds):
-        for name, run in runs.items():
+        for name in order.permutation([*runs]).tolist():
+            run = runs[name]
             times[name].append(seconds_per_call(run.chain.run, run.operands, run.calls) / run.chain.depth * 1e6)
     return {
         "kv_bytes": case.kv_bytes,

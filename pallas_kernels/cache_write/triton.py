@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
-from pallas_kernels.layouts import pool_index, pool_sizes, stack_pools, stack_scales
+from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable, stack_pools, stack_scales
 from pallas_kernels.quantisation import quantise
 from pallas_kernels.walk import iota, load
 
@@ -96,6 +96,7 @@ def cache_write(
     if not slots.size:
         return k_pages, v_pages, k_scales, v_scales
     before = (k_pages, v_pages, k_scales, v_scales)
+    require_addressable(k_pages, v_pages)
     axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
     k_scales, v_scales = stack_scales(k_scales), stack_scales(v_scales)
     tokens = max(1, _ELEMENTS // pl.next_power_of_2(max(k.shape[2], v.shape[2])))

@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import partition, parts, softmax, walk
+from pallas_kernels import pairs, partition, parts, softmax, walk
 from pallas_kernels.device import INTERPRETED, current_device
-from pallas_kernels.layouts import pool_sizes, stack_pools, stack_scales
+from pallas_kernels.layouts import pool_sizes, require_addressable, stack_pools, stack_scales
 from pallas_kernels.paged_decode import config as configs
 from pallas_kernels.parts import Part
 from pallas_kernels.walk import iota, load
@@ -50,10 +50,12 @@ def _fold_kernel(
     scale: float,
     soft_cap: float | None,
     tile: int,
+    kv_dtypes: tuple[np.dtype, np.dtype],
+    ptx: bool,
 ):
     del arrivals_in_ref
     kv_head, entry = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
-    num_kv_heads, head_dim = (pool_sizes(axes[0], k_ref.shape)[axis] for axis in "KH")
+    num_kv_heads, head_dim = pool_sizes(axes[0], k_ref.shape)["K"], q_ref.shape[2]
 
     # Every array inside has power-of-two sizes: heads and dims past the end are masked lanes.
     group = q_ref.shape[1] // num_kv_heads
@@ -79,7 +81,18 @@ def _fold_kernel(
             q,
             length - 1,
             walk.Keys(
-                k_ref, v_ref, k_scales_ref, v_scales_ref, tables_ref, axes, layer_ref[0], row, kv_head, begin, length
+                k_ref,
+                v_ref,
+                k_scales_ref,
+                v_scales_ref,
+                tables_ref,
+                axes,
+                kv_dtypes,
+                layer_ref[0],
+                row,
+                kv_head,
+                begin,
+                length,
             ),
             (walk.Stretch(first, full_end, masked=False), walk.Stretch(full_end, end, masked=True)),
             tile=tile,
@@ -87,6 +100,7 @@ def _fold_kernel(
             soft_cap=soft_cap,
             slopes=slopes,
             window=None,  # begin heeds it
+            ptx=ptx,
         )
         if sinks_ref is not None:  # a sink is counted once: in the first partition
             sink = plgpu.load(sinks_ref.at[head], mask=is_head, other=-jnp.inf).astype(jnp.float32)
@@ -166,10 +180,13 @@ def paged_decode(
     k_scales, v_scales = stack_scales(k_scales), stack_scales(v_scales)
     rows, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
+    kv_dtypes = (k_pages.dtype, v_pages.dtype)
+    k_pages, v_pages = pairs.view(axes[0], k_pages), pairs.view(axes[1], v_pages)
+    require_addressable(k_pages, v_pages)
     scale = float(head_dim**-0.5 if scale is None else scale)
     device = INTERPRETED if interpret else current_device()
     group, kv_rows = num_heads // num_kv_heads, rows * num_kv_heads
-    shape = configs.Shape(group, head_dim, v_head_dim, q.dtype.name, k_pages.dtype.name, layout, kv_rows)
+    shape = configs.Shape(group, head_dim, v_head_dim, q.dtype.name, kv_dtypes[0].name, layout, kv_rows)
     config = configs.choose(config, shape, device)
 
     window = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
@@ -207,7 +224,15 @@ def paged_decode(
         aliases = {len(jax.tree.leaves(inputs)) - 1: len(out_shape)}
         out_shape.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
     out, lse, *of_parts = pl.pallas_call(
-        functools.partial(_fold_kernel, axes=axes, scale=scale, soft_cap=soft_cap, tile=config.tile),
+        functools.partial(
+            _fold_kernel,
+            axes=axes,
+            scale=scale,
+            soft_cap=soft_cap,
+            tile=config.tile,
+            kv_dtypes=kv_dtypes,
+            ptx=device.ptx,
+        ),
         grid=(num_kv_heads, entries),
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),

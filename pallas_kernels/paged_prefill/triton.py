@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import partition, parts, softmax, walk
+from pallas_kernels import pairs, partition, parts, softmax, walk
 from pallas_kernels.device import INTERPRETED, current_device
-from pallas_kernels.layouts import pool_sizes, stack_pools, stack_scales
+from pallas_kernels.layouts import pool_sizes, require_addressable, stack_pools, stack_scales
 from pallas_kernels.paged_prefill import config as configs
 from pallas_kernels.paged_prefill import query_tiles
 from pallas_kernels.parts import Part
@@ -56,11 +56,13 @@ def _kernel(
     scale: float,
     soft_cap: float | None,
     config: configs.Config,
+    kv_dtypes: tuple[np.dtype, np.dtype],
+    ptx: bool,
 ):
     del arrivals_in_ref
     kv_head, entry = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
     query_tile, num_tokens, index, count = (ref[entry] for ref in partitions_ref)
-    num_kv_heads, head_dim = (pool_sizes(axes[0], k_ref.shape)[axis] for axis in "KH")
+    num_kv_heads, head_dim = pool_sizes(axes[0], k_ref.shape)["K"], q_ref.shape[2]
     group = q_ref.shape[1] // num_kv_heads
 
     def fold(queries: int):
@@ -94,7 +96,18 @@ def _kernel(
             q,
             query,
             walk.Keys(
-                k_ref, v_ref, k_scales_ref, v_scales_ref, tables_ref, axes, layer_ref[0], row, kv_head, begin, end
+                k_ref,
+                v_ref,
+                k_scales_ref,
+                v_scales_ref,
+                tables_ref,
+                axes,
+                kv_dtypes,
+                layer_ref[0],
+                row,
+                kv_head,
+                begin,
+                end,
             ),
             (
                 *stretches,
@@ -106,6 +119,7 @@ def _kernel(
             soft_cap=soft_cap,
             slopes=slopes,
             window=window,
+            ptx=ptx,
         )
         if sinks_ref is not None:  # counted once, in the first partition; padding has none
             sink = plgpu.load(sinks_ref.at[head], mask=is_query, other=-jnp.inf).astype(jnp.float32)
@@ -207,8 +221,11 @@ def paged_prefill(
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
     group = num_heads // num_kv_heads
+    kv_dtypes = (k_pages.dtype, v_pages.dtype)
+    k_pages, v_pages = pairs.view(axes[0], k_pages), pairs.view(axes[1], v_pages)
+    require_addressable(k_pages, v_pages)
     device = INTERPRETED if interpret else current_device()
-    dtypes = (q.dtype.name, k_pages.dtype.name)
+    dtypes = (q.dtype.name, kv_dtypes[0].name)
     shape = configs.Shape(tokens, lengths.size, num_kv_heads, group, head_dim, v_head_dim, *dtypes)
     config = config or configs.heuristic(shape, device)
     if num_partitions is not None:
@@ -261,6 +278,8 @@ def paged_prefill(
             scale=float(head_dim**-0.5 if scale is None else scale),
             soft_cap=soft_cap,
             config=config,
+            kv_dtypes=kv_dtypes,
+            ptx=device.ptx,
         ),
         grid=(num_kv_heads, entries),
         out_shape=out_shape,

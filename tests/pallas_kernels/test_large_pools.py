@@ -40,10 +40,10 @@ def operands(num_pages, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "num_elements"), [("bfloat16", 2**31), ("bfloat16", 3 * 2**30), ("int8", 2**31), ("int8", 2**32 + 1)]
+    ("dtype", "num_elements"), [("bfloat16", 2**31), ("bfloat16", 3 * 2**30), ("int8", 3 * 2**30), ("int8", 2**32 + 1)]
 )
 def test_a_large_pool_is_read_right(dtype, num_elements):
-    """Of one byte: exactly 2^31 elements, the last offset being 2^31 - 1; and more than 2^32."""
+    """Of one byte: where pairs of them count in 31 bits, and where they do not."""
     num_pages = -(-num_elements // PAGE_ELEMENTS)
     large, small, large_scales, small_scales = operands(num_pages, jnp.dtype(dtype))
     lengths = jnp.array(LENGTHS, jnp.int32)
@@ -62,10 +62,22 @@ def test_a_large_pool_is_read_right(dtype, num_elements):
 @pytest.mark.parametrize("num_elements", [2**31 + 1, 3 * 2**30, 2**32])
 @pytest.mark.parametrize("kernel", [paged_decode, paged_prefill])
 def test_a_pool_of_one_byte_that_would_be_misread_is_refused(kernel, num_elements):
+    """Where pages hold V by dim, so that it is not read in pairs."""
     struct = jax.ShapeDtypeStruct
-    pool = struct((-(-num_elements // PAGE_ELEMENTS), PAGE_SIZE, KV_HEADS, HEAD_DIM), jnp.int8)
+    num_pages = -(-num_elements // PAGE_ELEMENTS)
+    k = struct((num_pages, KV_HEADS, HEAD_DIM // 16, PAGE_SIZE, 16), jnp.int8)
+    v = struct((num_pages, KV_HEADS, HEAD_DIM, PAGE_SIZE), jnp.int8)
     table, lengths = struct((ROWS, BLOCKS), jnp.int32), struct((ROWS,), jnp.int32)
     q = struct((ROWS, HEADS, HEAD_DIM), jnp.bfloat16)
     counts = (lengths,) if kernel is paged_prefill else ()
-    with pytest.raises(NotImplementedError, match=r"k_pages: the kernel cannot address a pool of \d+ elements"):
-        jax.eval_shape(kernel, q, pool, pool, table, lengths, *counts)
+    with pytest.raises(NotImplementedError, match=r"v_pages: the kernel cannot address a pool of \d+ elements"):
+        jax.eval_shape(functools.partial(kernel, layout="vllm"), q, k, v, table, lengths, *counts)
+
+
+@pytest.mark.parametrize("num_elements", [2**31 + 1, 2**32])
+def test_a_pool_of_one_byte_whose_pairs_count_in_31_bits_is_taken(num_elements):
+    struct = jax.ShapeDtypeStruct
+    pool = struct((num_elements // PAGE_ELEMENTS, PAGE_SIZE, KV_HEADS, HEAD_DIM), jnp.int8)
+    table, lengths = struct((ROWS, BLOCKS), jnp.int32), struct((ROWS,), jnp.int32)
+    q = struct((ROWS, HEADS, HEAD_DIM), jnp.bfloat16)
+    assert jax.eval_shape(paged_decode, q, pool, pool, table, lengths).shape == q.shape
