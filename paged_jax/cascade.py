@@ -15,7 +15,7 @@ from paged_jax.attention import merge_attention, paged_attention
 from paged_jax.block_table import BlockTable
 from paged_jax.cache import PagedCache
 
-_LANES = 128  # queries that share one walk: what fills matrix units
+_LANES = 64  # query heads of a group together: more would leave the parts of a row too large to merge quickly
 _LEAST_BYTES_SAVED = 64 << 20  # in a layer; about what a fast GPU reads while it launches and merges the second part
 
 
@@ -35,7 +35,7 @@ def cascade_attention(
     """Decode attention, equal to `paged_attention`, that reads the pages shared by all rows once and not for every row.
 
     The blocks that all rows begin with are found in the table, so any table is right. The queries of all rows attend to
-    them in groups of 128 lanes, each row attends to the rest of its pages, and the two parts merge by their
+    them in groups of 64 lanes, each row attends to the rest of its pages, and the two parts merge by their
     log-sum-exp. Where little is shared this costs more than `paged_attention`: `cascade_pays` tells.
 
     Source: cascade inference (Ye et al., "FlashInfer", 2025; Juravsky et al., "Hydragen", 2024).
@@ -83,7 +83,7 @@ def shared_blocks(table: BlockTable) -> Int32[Array, ""]:
 def cascade_pays(cache: PagedCache, table: BlockTable) -> bool:
     """Whether `cascade_attention` is the faster one for these rows, on the host; costs a transfer of the lengths.
 
-    It saves reading the shared pages once for each row but the first of 128 lanes; from 64 MiB in a layer on, that is
+    It saves reading the shared pages once for each row but the first of 64 lanes; from 64 MiB in a layer on, that is
     worth a second launch and a merge. Rows seldom change what they share: ask when requests come and go, not at every
     step.
     """

@@ -1,9 +1,7 @@
 """The decoder: a Flax NNX model of any family that a `ModelConfig` describes, with its K and V in a `PagedCache`.
 
 The cache is an explicit argument and result, never hidden in the module: it stays a plain pytree that a jitted step can
-donate and a `while_loop` can carry. Activations are [features, tokens]: matrices then stand on the left, [out, in] as
-files store them, and XLA multiplies them with few tokens half again as fast on a CPU. (`paged_jax.layers` has its
-tokens first, as Flax has: with its `PagedAttention` here, 8 rows of SmolLM2 decode a sixth slower on a CPU.)
+donate and a `while_loop` can carry. Matrices are [out, in] as files store them.
 """
 
 import functools
@@ -87,7 +85,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens: Int32[Array, " T"], step: Step, cache: Any, attend: Attend = attend_paged
-    ) -> tuple[Float[Array, "D T"], Any]:
+    ) -> tuple[Float[Array, "T D"], Any]:
         """The tokens' last hidden states, and the cache after the write.
 
         Args:
@@ -97,7 +95,7 @@ class Decoder(nnx.Module):
             attend: how tokens meet the keys and values before them.
         """
         config = self.config
-        x = self.embedding(tokens).T
+        x = self.embedding(tokens)
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
         ropes = (config.rope, config.window_rope)
         rotations = [Rotation.at(step.positions, rope, config.attention.head_dim) for rope in ropes]
@@ -127,9 +125,9 @@ class Decoder(nnx.Module):
         inputs = (weights, jnp.arange(config.num_layers, dtype=jnp.int32), is_windowed, windows)
         return lax.scan(run_layer, (x, cache), inputs)[0]
 
-    def logits(self, hidden: Float[Array, "D T"]) -> Float[Array, "T V"]:
+    def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
         matrix = self.embedding.embedding if self.config.tied_embeddings else self.head.weight
-        logits, cap = _tokens_first(matrix[...] @ hidden), self.config.logit_softcap
+        logits, cap = _multiply(hidden, matrix[...]), self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -145,18 +143,18 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "D T"],
+        x: Float[Array, "T D"],
         rotation: Rotation,
         step: Step,
         cache: Any,
         attend: Attend,
         layer: int | Int[Array, ""],
         window: int | Int[Array, ""] | None,
-    ) -> tuple[Float[Array, "D T"], Any]:
+    ) -> tuple[Float[Array, "T D"], Any]:
         y, cache = self.attention(self.attention_norm(x), rotation, step, cache, attend, layer, window)
-        x = x + (self.attention_post_norm(y) if self.norms_after else y)
+        x = _add(x, self.attention_post_norm(y) if self.norms_after else y)
         y = self.mlp(self.mlp_norm(x))
-        return x + (self.mlp_post_norm(y) if self.norms_after else y), cache
+        return _add(x, self.mlp_post_norm(y) if self.norms_after else y), cache
 
 
 class Attention(nnx.Module):
@@ -168,15 +166,15 @@ class Attention(nnx.Module):
         self.value = Linear(config.width, kv_width, dtype, rngs, attention.qkv_bias)
         self.out = Linear(width, config.width, dtype, rngs, attention.out_bias)
         if attention.qk_norm:
-            self.query_ln, self.key_ln = (_norm(config, attention.head_dim, dtype, rngs, axis=-1) for _ in range(2))
+            self.query_ln, self.key_ln = (_norm(config, attention.head_dim, dtype, rngs) for _ in range(2))
         self.sinks = nnx.Param(jnp.zeros(attention.num_heads, dtype)) if attention.sinks else None
 
     def __call__(
-        self, x: Float[Array, "D T"], rotation: Rotation, step: Step, cache: Any, attend: Attend, layer, window
-    ) -> tuple[Float[Array, "D T"], Any]:
-        num_tokens = x.shape[1]
+        self, x: Float[Array, "T D"], rotation: Rotation, step: Step, cache: Any, attend: Attend, layer, window
+    ) -> tuple[Float[Array, "T D"], Any]:
+        num_tokens = x.shape[0]
         projections = (self.query, self.key, self.value)
-        q, k, v = (_tokens_first(project(x)).reshape(num_tokens, -1, self.config.head_dim) for project in projections)
+        q, k, v = (project(x).reshape(num_tokens, -1, self.config.head_dim) for project in projections)
         if self.config.qk_norm:
             q, k = self.query_ln(q), self.key_ln(k)
         heads, cache = attend(
@@ -191,7 +189,7 @@ class Attention(nnx.Module):
             soft_cap=self.config.softcap,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        return self.out(heads.reshape(num_tokens, -1).T), cache
+        return self.out(heads.reshape(num_tokens, -1)), cache
 
 
 class MLP(nnx.Module):
@@ -202,7 +200,7 @@ class MLP(nnx.Module):
         self.up = Linear(config.width, mlp.width, dtype, rngs, mlp.bias)
         self.down = Linear(mlp.width, config.width, dtype, rngs, mlp.bias)
 
-    def __call__(self, x: Float[Array, "D T"]) -> Float[Array, "D T"]:
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return self.down(self.activate(self.gate(x)) * self.up(x))
 
 
@@ -214,13 +212,13 @@ class Mixture(nnx.Module):
         self.router = Linear(config.width, experts.count, dtype, rngs, has_bias=True)
         self.experts = Experts(config, experts, dtype, rngs)
 
-    def __call__(self, x: Float[Array, "D T"]) -> Float[Array, "D T"]:
-        scores, chosen = lax.top_k(_tokens_first(self.router(x)), self.per_token)  # [T, k]
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        scores, chosen = lax.top_k(self.router(x), self.per_token)  # [T, k]
         weights, expert = jax.nn.softmax(scores, axis=-1).reshape(-1, 1), chosen.reshape(-1)
         order = jnp.argsort(expert)  # the tokens of one expert lie side by side
         token = order // self.per_token
-        y = self.experts(x.T[token], expert[order]) * weights[order]
-        return jnp.zeros_like(x.T).at[token].add(y).T
+        y = self.experts(x[token], expert[order]) * weights[order]
+        return jnp.zeros_like(x).at[token].add(y)
 
 
 class Experts(nnx.Module):
@@ -251,26 +249,37 @@ class Experts(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix, and maybe a bias, applied to features that come first."""
+    """A matrix, [out, in], and maybe a bias."""
 
     def __init__(self, in_features: int, out_features: int, dtype, rngs: nnx.Rngs, has_bias: bool = False):
         initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         self.weight = nnx.Param(initial(rngs.params(), (out_features, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if has_bias else None
 
-    def __call__(self, x: Float[Array, "in T"]) -> Float[Array, "out T"]:
-        y = self.weight[...] @ x
-        return y if self.bias is None else y + self.bias[...][:, None]
+    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        y = _multiply(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
 
 
-def _norm(config: ModelConfig, size: int, dtype, rngs: nnx.Rngs, axis: int = 0) -> nnx.RMSNorm:
-    eps = config.norm.eps
-    return nnx.RMSNorm(size, epsilon=eps, reduction_axes=axis, feature_axes=axis, dtype=dtype, rngs=rngs)
+def _norm(config: ModelConfig, size: int, dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(size, epsilon=config.norm.eps, dtype=dtype, rngs=rngs)
 
 
-def _tokens_first(product: Float[Array, "out T"]) -> Float[Array, "T out"]:
-    """Transposes a matrix product. On a CPU behind a barrier: folded into the product it costs XLA its fast matmul."""
-    return lax.platform_dependent(product, cpu=lambda x: lax.optimization_barrier(x).T, default=lambda x: x.T)
+def _add(x: Float[Array, "T D"], y: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    """`x + y`, apart from the norm that follows: a product may come in parts on a GPU, and XLA would add them up
+    in the norm's kernel, which has but one program for each token."""
+    return lax.optimization_barrier(x + y)
+
+
+def _multiply(x: Float[Array, "T in"], matrix: Float[Array, "out in"]) -> Float[Array, "T out"]:
+    """`x @ matrix.T`. On a CPU the matrix stands on the left: XLA multiplies it with few tokens half again as fast so,
+    unless the turning of the product is folded into the product, which a barrier prevents."""
+    return lax.platform_dependent(
+        x,
+        matrix,
+        cpu=lambda x, matrix: lax.optimization_barrier(matrix @ x.T).T,
+        default=lambda x, matrix: x @ matrix.T,
+    )
 
 
 # --- Prompts and generation -------------------------------------------------------------------------------------------

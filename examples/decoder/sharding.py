@@ -260,10 +260,10 @@ class _Shard(nnx.Module):
 
     def __call__(
         self, tokens: Int32[Array, " T"], step: Step, cache: Any, attend: Attend = attend_paged
-    ) -> tuple[Float[Array, "D T"], Any]:
+    ) -> tuple[Float[Array, "T D"], Any]:
         return self.model(tokens, step, cache, attend)
 
-    def logits(self, hidden: Float[Array, "D T"]) -> Float[Array, "T V"]:
+    def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
         logits = self.model.logits(hidden)
         return lax.all_gather(logits, self.axis, axis=1, tiled=True) if self.is_vocabulary_split else logits
 
@@ -277,7 +277,7 @@ class _Summed(nnx.Module):
             bias = getattr(holder, name)
             bias.set_value(jnp.where(lax.axis_index(axis) == 0, bias.get_value(), 0))  # it is added once
 
-    def __call__(self, x: Float[Array, "in T"]) -> Float[Array, "out T"]:
+    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
         return lax.psum(self.module(x), self.axis)
 
 

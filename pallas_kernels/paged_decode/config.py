@@ -20,6 +20,7 @@ from pallas_kernels.quantisation import is_quantised
 TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a file for each kind of device
 
 _RESIDENT = 4  # programs on a processor at a time: so many hide the latency of memory from each other
+_LARGE_ACCUMULATOR = 8192  # elements, from which on merging many parts takes longer than folding few
 _PARTITIONS_PER_ROW = 1.45  # of many rows: at 1.5 those of mean length would be cut in two, at 1 long ones would last
 
 
@@ -107,13 +108,15 @@ def heuristic(shape: Shape, device: Device) -> Config:
     while tile < (16 if in_float32 else 64) and (2 * tile * token_bytes <= device.shared_memory // _RESIDENT):
         tile *= 2
     accumulator = max(16, shape.group) * max(shape.head_dim, shape.v_head_dim)
-    num_warps = max(1, tile // (64 if shape.layout == "vllm" else 32))  # what is packed is turned within a warp
+    # What is packed is turned within a warp; what is quantised gives warps more to do than to wait for.
+    is_narrow = is_quantised(shape.kv_dtype)
+    num_warps = max(1, tile // (64 if shape.layout == "vllm" else 16 if is_narrow else 32))
     while num_warps < 8 and accumulator > 2048 * num_warps * (1 if not in_float32 else 0.5):
         num_warps *= 2
-    programs = _RESIDENT
+    programs = _RESIDENT if accumulator < _LARGE_ACCUMULATOR else 1
     if shape.kv_rows > programs * device.processors:
         programs = max(programs, int(_PARTITIONS_PER_ROW * shape.kv_rows) // device.processors)
-    return Config(tile, num_warps, num_stages=4, programs_per_processor=programs)
+    return Config(tile, num_warps, num_stages=5 if is_narrow else 4, programs_per_processor=programs)
 
 
 def candidates(shape: Shape, device: Device) -> list[Config]:
