@@ -50,10 +50,11 @@ _SHARE_OF_FREE_MEMORY = 0.8  # what `--num-pages auto` takes at most
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Sizes of the cache."""
+    """Sizes of the cache, of each shard of rows."""
 
     num_pages: int
     page_size: int
+    rows: int
     blocks_per_row: int
     dtype: np.dtype
     page_bytes: int  # all layers, K and V, with the scales of a quantised cache
@@ -95,14 +96,14 @@ def run(args: argparse.Namespace, notes: Console) -> None:
     sampler = choose_sampler(args, pretrained.sampler)
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     config = pretrained.config.serving(max(map(len, prompts)) + args.max_tokens)
+    split = new_split(**args.mesh)
+    shardings = None if split is None else parameter_shardings(config, split)
     pool = plan_pool(args, config, prompts, dtype)
     if args.compare_dense and pool.dtype != dtype:
         raise ValueError(
             f"--compare-dense: expected a cache of the model's dtype, {dtype}, whose tokens a dense one repeats, got "
             f"--cache-dtype {pool.dtype}"
         )
-    split = Split(sharding.make_mesh(**args.mesh), heads="heads") if args.mesh else None
-    shardings = None if split is None else parameter_shardings(config, split)
 
     jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
     is_quiet = not notes.is_terminal
@@ -116,12 +117,12 @@ def run(args: argparse.Namespace, notes: Console) -> None:
     )
     attention = config.attention
     sizes = (config.num_layers, pool.num_pages, pool.page_size, attention.num_kv_heads, attention.head_dim, pool.dtype)
-    table_sizes = (pool.num_pages, pool.page_size, len(prompts), pool.blocks_per_row)
+    table_sizes = (pool.num_pages, pool.page_size, pool.rows, pool.blocks_per_row)
     if split is None:
         cache, table = PagedCache.create(*sizes), BlockTable.create(*table_sizes)
     else:
-        cache = sharding.create_cache(split.mesh, *sizes, heads=split.heads)
-        table = sharding.create_table(split.mesh, *table_sizes)
+        cache = sharding.create_cache(split.mesh, *sizes, heads=split.heads, rows=split.rows)
+        table = sharding.create_table(split.mesh, *table_sizes, rows=split.rows)
     stream = OrderedStream(new_writer, pretrained.end_tokens, titles, sys.stdout)
     options = {
         # A divisor, so that all calls are alike and compile once.
@@ -135,6 +136,17 @@ def run(args: argparse.Namespace, notes: Console) -> None:
         with notes.status("Comparing with a dense cache"):
             expected = generate_dense(model, prompts, args.max_tokens, pretrained.end_tokens, dtype)
         compare(rows, expected, notes)
+
+
+def new_split(rows: int, heads: int) -> Split | None:
+    """None for one device, which needs no mesh.
+
+    Raises:
+        ValueError: there are fewer devices.
+    """
+    if rows * heads == 1:
+        return None
+    return Split(sharding.make_mesh(rows=rows, heads=heads), heads="heads", rows="rows" if rows > 1 else None)
 
 
 def encode(
@@ -184,8 +196,10 @@ def answer(
     Raises:
         OutOfPages: the pool was too small; what was generated until then is written.
     """
-    rows, chunks = len(prompts), cut_prompts(prompts, args.prefill_tokens)
-    newest = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
+    rows = table.lengths.size
+    padded = [*prompts, *[[0]] * (rows - len(prompts))]  # the last shards may have rows without a prompt, never active
+    chunks = cut_prompts(padded, args.prefill_tokens, args.mesh["rows"])
+    newest = jnp.array([prompt[-1] for prompt in padded], jnp.int32)
     seconds: dict[str, float] = {}
     lower_prefill: Any = prefill.lower if split is None else functools.partial(on_mesh.lower_prefill, split)
     run: Any = generate if split is None else functools.partial(on_mesh.generate, split)
@@ -205,18 +219,19 @@ def answer(
         for chunk in track(chunks, "Prefilling", console=notes, transient=True, disable=is_quick):
             program = programs[chunk.max_context]
             cache, table, is_prefilled = program(model, cache, table, chunk.tokens, chunk.num_tokens)
-            if not is_prefilled:  # cannot be: plan_pool counted the pages
+            if not np.all(is_prefilled):  # cannot be: plan_pool counted the pages
                 raise RuntimeError("the prompts were refused by the block table")
         jax.block_until_ready(cache)
-    active, new_tokens = jnp.ones(rows, bool), [[] for _ in prompts]
+    active, new_tokens = jnp.arange(rows) < len(prompts), [[] for _ in prompts]
     with timed("decode", seconds):
         for _ in range(args.max_tokens // options["max_new_tokens"]):
             result = run(model, cache, table, newest, active, **options)
             cache, table, newest, active = result.cache, result.table, result.tokens[:, -1], result.active
-            stream.write(np.asarray(result.tokens))
-            for row, tokens_of_row in zip(new_tokens, np.asarray(result.tokens), strict=True):
+            of_prompts = np.asarray(result.tokens)[: len(prompts)]
+            stream.write(of_prompts)
+            for row, tokens_of_row in zip(new_tokens, of_prompts, strict=True):
                 row += tokens_of_row[tokens_of_row >= 0].tolist()
-            if not (result.ok and active.any()):
+            if not (np.all(result.ok) and np.any(active)):
                 break
     stream.close()
     num_prefilled = sum(int(chunk.num_tokens.sum()) for chunk in chunks)
@@ -255,10 +270,18 @@ def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[
             )
     cache_dtype = jnp.dtype(args.cache_dtype or dtype)
     page_bytes, plain_page_bytes = (bytes_of_page(config, args.page_size, kind) for kind in (cache_dtype, dtype))
-    to_read = sum(math.ceil(len(prompt) / args.page_size) for prompt in prompts)
-    to_finish = [math.ceil((len(prompt) + args.max_tokens) / args.page_size) for prompt in prompts]
+    shards = args.mesh["rows"]
+    rows = math.ceil(len(prompts) / shards)
+    pages_to_read, pages_to_finish = (
+        [math.ceil((len(prompt) + new_tokens) / args.page_size) for prompt in prompts]
+        for new_tokens in (0, args.max_tokens)
+    )
+    to_read, to_finish = (
+        max(sum(pages[first : first + rows]) for first in range(0, len(prompts), rows))  # of the fullest shard
+        for pages in (pages_to_read, pages_to_finish)
+    )
     weight_bytes = sum(map(math.prod, parameter_shapes(config).values())) * dtype.itemsize
-    room = max(0, free_bytes() - weight_bytes)
+    room = max(0, free_bytes(shards * args.mesh["heads"]) // shards - weight_bytes)
     if args.num_pages is not None and args.num_pages * page_bytes > room:
         raise ValueError(
             f"--num-pages: expected a cache that fits the {room / 1e6:.0f} MB of memory that are free, "
@@ -266,12 +289,14 @@ def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[
         )
     num_pages = args.num_pages
     if num_pages is None:
-        num_pages = min(sum(to_finish), int(room * _SHARE_OF_FREE_MEMORY) // page_bytes)
+        num_pages = min(to_finish, int(room * _SHARE_OF_FREE_MEMORY) // page_bytes)
     if to_read > num_pages:
+        whose = "the prompts" if shards == 1 else "the prompts of a shard of rows"
         raise ValueError(
-            f"the prompts need {to_read} pages of {args.page_size} tokens, expected at most the cache's {num_pages}"
+            f"{whose} need {to_read} pages of {args.page_size} tokens, expected at most the cache's {num_pages}"
         )
-    return Pool(num_pages, args.page_size, max(to_finish), cache_dtype, page_bytes, dtype, plain_page_bytes)
+    blocks_per_row = max(pages_to_finish)
+    return Pool(num_pages, args.page_size, rows, blocks_per_row, cache_dtype, page_bytes, dtype, plain_page_bytes)
 
 
 def bytes_of_page(config: ModelConfig, page_size: int, dtype: np.dtype) -> int:
@@ -286,11 +311,11 @@ def bytes_of_page(config: ModelConfig, page_size: int, dtype: np.dtype) -> int:
     return sum(pool.size * pool.dtype.itemsize for pool in jax.tree.leaves(page))
 
 
-def free_bytes() -> int:
-    """Memory that is free on the device that JAX computes on."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+def free_bytes(num_devices: int) -> int:
+    """Memory that is free on the first devices together, which get equal shares; on CPUs, the host's."""
+    stats = [device.memory_stats() or {} for device in jax.devices()[:num_devices]]
+    if all("bytes_limit" in of_device for of_device in stats):
+        return num_devices * min(of_device["bytes_limit"] - of_device["bytes_in_use"] for of_device in stats)
     return psutil.virtual_memory().available
 
 
@@ -312,12 +337,12 @@ def report(
     def memory(cells: int) -> str:
         return f"{cells * pool.page_bytes / pool.page_size / 1e6:.1f} MB, {1 - held / cells:.0%} waste"
 
-    held, pages_used = int(table.lengths.sum()), pool.num_pages - int(table.num_free)
+    held, pages_used = int(table.lengths.sum()), table.free_pages.size - int(table.num_free.sum())
     reserved = len(prompts) * (max(map(len, prompts)) + max_tokens)
     notes.print(
         f"prefill     {rate(num_prefilled, 'prefill')}\n"
         f"decode      {rate(num_new, 'decode')} (compiled in {seconds['compile']:.1f} s)\n"
-        f"paged       {pages_used} of {pool.num_pages} pages used for {held} tokens: "
+        f"paged       {pages_used} of {table.free_pages.size} pages used for {held} tokens: "
         f"{memory(pages_used * pool.page_size)}\n"
         f"contiguous  would reserve {len(prompts)} x {reserved // len(prompts)} tokens: {memory(reserved)}"
     )

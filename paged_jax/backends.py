@@ -14,6 +14,8 @@ from paged_jax import platform_choice
 from pallas_kernels import pairs
 from pallas_kernels.layouts import LAYOUTS, offset_obstacle, pool_sizes
 
+_MANY_TOKENS = 512  # of a write, from which on one launch is faster than XLA's two
+
 IMPLEMENTATIONS = ("xla", "triton", "triton_interpret")
 
 Outputs = tuple[Array, Array]  # attention output, log-sum-exp
@@ -62,9 +64,11 @@ def write(
 ) -> Pools:
     """Writes K and V of a step's tokens to their slots of one layer, with the implementation named or chosen.
 
-    The rule of choice: XLA's scatter, on every device. The kernel takes one launch where XLA takes two, or four for a
-    quantised cache. On an H200 it is faster for most sizes by up to a third, and slower for few tokens of a quantised
-    cache (examples/benchmarks/results/write-h200.json).
+    The rule of choice, from static shapes: on cuda and rocm the kernel for a quantised cache, and for 512 tokens or
+    more of any other; XLA's scatter for fewer, on other platforms, and for pools that the kernel cannot address. The
+    kernel takes one launch where XLA takes two, or four for a quantised cache. On an H200 it takes less than half as
+    long for 2048 tokens of a quantised cache and three quarters as long for those of others, of which XLA writes 64 a
+    little faster (examples/benchmarks/results/write-h200.json).
 
     Args:
         arrays: the operands by name.
@@ -75,14 +79,21 @@ def write(
         NotImplementedError: as in `attend`.
     """
 
+    def xla(arrays):
+        return reference(**arrays, layout=layout)
+
     def triton(arrays, interpret=False):
         return pallas_kernels.cache_write(**arrays, layout=layout, interpret=interpret)
 
-    if implementation in (None, "xla"):
-        return reference(**arrays, layout=layout)
+    pools = arrays["k_pages"], arrays["v_pages"]
+    is_kernel_faster = arrays["k_scales"] is not None or arrays["slots"].size >= _MANY_TOKENS
+    if implementation == "xla" or (implementation is None and not is_kernel_faster):
+        return xla(arrays)
+    if implementation is None and any(map(offset_obstacle, pools)):
+        return xla(arrays)
     if implementation == "triton_interpret":
         return triton(arrays, interpret=True)
-    return platform_choice.choose(triton, _refuse, arrays)
+    return platform_choice.choose(triton, _refuse if implementation == "triton" else xla, arrays)
 
 
 def _refuse(arrays):

@@ -41,7 +41,7 @@ class DecodeResult:
     tokens: Int32[Array, "B n"]  # −1 after a row's end
     num_tokens: Int32[Array, " B"]  # tokens generated for each row, a stop token included
     active: Bool[Array, " B"]  # rows that have not met a stop token
-    ok: Bool[Array, ""]  # False: a step was refused, and the loop stopped before it
+    ok: Bool[Array, "*S"]  # False: a step was refused, and the loop stopped before it; one for each shard of rows
     cache: Any
     table: BlockTable
 
@@ -49,12 +49,18 @@ class DecodeResult:
         """Returns the result itself if every step was carried out, on the host.
 
         Raises:
-            OutOfPages: a step was refused; names what ran out. The exception's `result` is this one: nothing is lost.
+            OutOfPages: a step was refused; names what ran out and, of rows split over a mesh, the first shard where it
+                did. The exception's `result` is this one: nothing is lost.
         """
-        if self.ok:
+        ok = np.asarray(self.ok)
+        if ok.all():
             return self
-        table = self.table
-        lengths, active = np.asarray(table.lengths), np.asarray(self.active)
+        table, active, place = self.table, np.asarray(self.active), ""
+        if ok.ndim:
+            shard = int(np.argmin(ok))  # the first that is False
+            table = jax.tree.map(lambda stacked: np.asarray(stacked)[shard], table)
+            active, place = np.split(active, ok.size)[shard], f" in shard of rows {shard}"
+        lengths = np.asarray(table.lengths)
         at_limit = np.flatnonzero(active & (lengths >= table.max_blocks_per_row * table.page_size))
         if at_limit.size:
             cause = (
@@ -67,7 +73,8 @@ class DecodeResult:
             cause = f"{needed} {rows} a new page, and {int(table.num_free)} of {table.num_pages} pages are free"
         generated = int(np.asarray(self.num_tokens).sum())
         raise OutOfPages(
-            f"out of pages: {cause}; stopped after {generated} generated tokens, which `error.result` holds", self
+            f"out of pages{place}: {cause}; stopped after {generated} generated tokens, which `error.result` holds",
+            self,
         )
 
 

@@ -3,7 +3,8 @@
 Two ways to split, on axes of the caller's mesh, alone or together:
 
 - heads: each device holds some kv heads of every page, and computes the query heads that go with them. The table is the
-  same everywhere. Attention and writes exchange nothing; the model's projections do.
+  same everywhere. Attention and writes exchange nothing; the model's projections do. Kv heads are not replicated: the
+  axis must divide them.
 - rows: each shard of rows has a pool and a table of its own, with page ids of its own, and nothing is exchanged. The
   shards' pools lie one after the other along the pages, and what a shard has one of (its table, an `ok`) is stacked
   along a new first axis.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +138,12 @@ def create_cache(
         ValueError: the mesh has no such axis, the kv heads do not divide over `heads`, or as `PagedCache.create`.
     """
     _require_axes(mesh, heads, rows)
+    if heads is not None and num_kv_heads % (devices := mesh.shape[heads]):
+        most = math.gcd(num_kv_heads, devices)
+        raise ValueError(
+            f"num_kv_heads: expected a multiple of the {devices} devices of mesh axis {heads!r}, got {num_kv_heads}; "
+            f"kv heads are not replicated: split heads over {most} and rows over {devices // most}"
+        )
     shards = 1 if rows is None else mesh.shape[rows]
     PagedCache.create(1, 1, page_size, 1, head_dim, dtype, **options)  # what is wrong is said before tracing
 

@@ -89,6 +89,7 @@ DECODE_CASES = (
     DecodeCase("256 x 512", (512,) * 256, 32, 8, 128, tags=_HEADLINE),
     DecodeCase("1 x 1024", (1024,), 32, 8, 128, tags=_HEADLINE),
     _model("Llama 3 8B", (32, 8), 128),
+    _equal("Llama 3 8B, 64 rows on one of two devices", 64, 4096, (16, 4), 128, "model"),
     _model("Llama 3 70B", (64, 8), 128),
     _model("Qwen 2.5 32B, group 5", (40, 8), 128),
     _model("Qwen 2.5 7B, group 7", (28, 4), 128),

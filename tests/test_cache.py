@@ -16,7 +16,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def noise(shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def filled(dtype=jnp.float32, *, layout="NHD", layers=LAYERS, pages=PAGES, page_size=PAGE_SIZE, seed=0):
@@ -355,6 +355,12 @@ def test_a_read_gives_the_rows_and_zero_past_their_ends(poison, garbage, layout)
             np.testing.assert_array_equal(dense[r, len(row) :], 0)
 
 
+@jax.jit
+def write_and_read(cache, table, k, v, positions, rows):
+    cache = cache.write(1, k, v, table.slots(positions, rows))
+    return cache, cache.read(1, table)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 4, 5, 7])
 @every_layout
@@ -367,8 +373,8 @@ def test_what_is_written_through_slots_is_read_back(dtype, page_size, layout):
     positions = np.concatenate([np.arange(n) for n in lengths])
     order = np.random.default_rng(0).permutation(len(rows))
     k, v = tokens(len(rows), dtype)
-    cache = cache.write(1, k[order], v[order], table.slots(jnp.asarray(positions[order]), jnp.asarray(rows[order])))
-    for dense, expected in zip(cache.read(1, table), (k, v), strict=True):
+    cache, read = write_and_read(cache, table, k[order], v[order], positions[order], rows[order])
+    for dense, expected in zip(map(np.asarray, read), (k, v), strict=True):
         assert dense.dtype == dtype
         np.testing.assert_array_equal(dense[rows, positions], expected)
         assert np.count_nonzero(dense) == np.count_nonzero(expected)
@@ -430,13 +436,13 @@ def test_page_copies_trace_in_scan():
 def test_the_copies_of_a_truncation_give_the_row_its_tokens():
     """Two rows share their pages; one is cut inside a page, then writes on: the other still reads what it read."""
     pool = pools.build([10, 10], page_size=4, v_head_dim=V_DIM, width=4, shared=(0, 1, 2))
-    table, copies, ok = pool.table.truncate(jnp.asarray([10, 6], jnp.int32))
+    table, copies, ok = jax.jit(BlockTable.truncate)(pool.table, jnp.asarray([10, 6], jnp.int32))
     assert ok
-    cache = pool.cache.copy_pages(copies)
-    table, step, ok = table.step(jnp.asarray([0, 1], jnp.int32))
+    cache = copy_pages(pool.cache, copies)
+    table, step, ok = jax.jit(BlockTable.step)(table, jnp.asarray([0, 1], jnp.int32))
     assert ok
-    cache = cache.write(0, *tokens(2), step.slots)
-    k, v = cache.read(0, table)
+    cache = write(cache, 0, *tokens(2), step.slots)
+    k, v = map(np.asarray, jax.jit(PagedCache.read)(cache, 0, table))
     np.testing.assert_array_equal(k[0, :10], pool.k_rows[0])
     np.testing.assert_array_equal(v[0, :10], pool.v_rows[0])
     np.testing.assert_array_equal(k[1, :6], pool.k_rows[1][:6])

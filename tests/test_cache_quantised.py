@@ -52,15 +52,15 @@ def assert_half_a_step_away(read, vectors, dtype):
      (jnp.float8_e5m2, "head_major")],
 )  # fmt: skip
 def test_what_is_written_is_read_back_in_float32_to_within_half_a_step(dtype, layout):
-    table, _ = BlockTable.create(PAGES, PAGE_SIZE, 2, 3).extend(jnp.asarray([11, 4], jnp.int32))
+    table, _ = jax.jit(BlockTable.extend)(BlockTable.create(PAGES, PAGE_SIZE, 2, 3), jnp.asarray([11, 4], jnp.int32))
     rows, positions = np.repeat([0, 1], [11, 4]), np.r_[:11, :4]
     k, v = tokens(15)
-    cache = write(empty(dtype, layout), 1, k, v, table.slots(positions, rows))
+    cache = write(empty(dtype, layout), 1, k, v, jax.jit(BlockTable.slots)(table, positions, rows))
     assert cache.k.dtype == cache.v.dtype == dtype
     assert cache.k_scale.shape == cache.v_scale.shape == (LAYERS, PAGES, PAGE_SIZE, HEADS)
-    for dense, vectors in zip(cache.read(1, table), (k, v), strict=True):
+    for dense, vectors in zip(map(np.asarray, jax.jit(PagedCache.read)(cache, 1, table)), (k, v), strict=True):
         assert dense.dtype == jnp.float32
-        assert_half_a_step_away(np.asarray(dense)[rows, positions], vectors, dtype)
+        assert_half_a_step_away(dense[rows, positions], vectors, dtype)
         np.testing.assert_array_equal(dense[1, 4:], 0)
     assert all(np.count_nonzero(pool[0]) == 0 for pool in pools.contents(cache))
 

@@ -310,6 +310,24 @@ def test_running_out_is_an_error_that_names_the_counts_and_keeps_the_result():
     assert caught.value.result is result
 
 
+@pytest.mark.parametrize("refused", [(0,), (1,), (0, 1)])
+def test_the_shard_of_rows_that_runs_out_is_named(refused):
+    """On a mesh the shards' rows lie one after the other, and what a shard has one of is stacked."""
+    results = [exhausted(active=(0, 3) if shard in refused else (), idle=1) for shard in range(2)]
+    tokens, num_tokens, active = (
+        jnp.concatenate([getattr(result, name) for result in results]) for name in ("tokens", "num_tokens", "active")
+    )
+    ok = jnp.stack([result.ok for result in results])
+    table = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(result.table for result in results))
+    stacked = dataclasses.replace(results[0], tokens=tokens, num_tokens=num_tokens, active=active, ok=ok, table=table)
+    message = rf"in shard of rows {refused[0]}: 1 row needs.*\b0 of 7 pages.*\b{4 * len(refused)} generated tokens"
+    with pytest.raises(OutOfPages, match=message) as caught:
+        stacked.check()
+    assert caught.value.result is stacked
+    fine = dataclasses.replace(stacked, ok=jnp.ones(2, bool))
+    assert fine.check() is fine
+
+
 def test_two_rows_in_need_of_pages_are_counted():
     result = run(*prompted((3, 3), pages=3), (0, 1), (0, 1))
     with pytest.raises(OutOfPages, match=r"2 rows? need.*\b1 of 3 pages are free.*\b2 generated tokens"):

@@ -22,11 +22,13 @@ def test_code_runs_as_printed(code, capsys):
         assert len(set(names["text"].ravel().tolist())) > 3
 
 
-def test_the_tables_are_made_from_the_results(monkeypatch):
+@pytest.mark.parametrize("name", ["README.md", "pallas_kernels/README.md"])
+def test_the_tables_are_made_from_the_results(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     from benchmarks.readme import with_tables
 
-    assert with_tables(README) == README, "run examples/benchmarks/readme.py"
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert with_tables(name, text) == text, "run examples/benchmarks/readme.py"
 
 
 def test_ci_runs_the_readme_test_command():

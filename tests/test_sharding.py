@@ -98,6 +98,14 @@ def test_heads_that_do_not_divide_are_named():
         sharding.shardings(AbstractMesh((3,), ("tp",)), cache, sharding.cache_specs(cache, heads="tp"))
 
 
+def test_kv_heads_fewer_than_devices_are_not_replicated():
+    with pytest.raises(
+        ValueError,
+        match=r"multiple of the 16 devices.*'tp', got 8; kv heads are not replicated: .*over 8 and rows over 2",
+    ):
+        sharding.create_cache(AbstractMesh((16,), ("tp",)), 2, 6, 4, 8, 16, heads="tp")
+
+
 def test_a_table_of_another_split_is_refused():
     mesh, table = sharding.make_mesh(dp=1), BlockTable.create(6, 4, 2, 3)
     stacked = sharding.create_table(mesh, 6, 4, 2, 3, rows="dp")

@@ -1,4 +1,4 @@
-"""Writes the README's tables from the raw results.
+"""Writes the tables of README.md and of pallas_kernels/README.md from the raw results.
 
 python examples/benchmarks/readme.py
 """
@@ -13,16 +13,17 @@ RESULTS = ROOT / "examples" / "benchmarks" / "results"
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in DOCUMENTS:
+        document = ROOT / name
+        document.write_text(with_tables(name, document.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def with_tables(text: str) -> str:
-    """The text, with what stands between each pair of table markers made anew."""
-    for name, table in TABLES.items():
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+def with_tables(name: str, text: str) -> str:
+    """The text of a document, with what stands between each pair of table markers made anew."""
+    for title, table in DOCUMENTS[name].items():
+        pattern = rf"(<!-- table: {title} -->\n).*?(<!-- end -->)"
         if not re.search(pattern, text, re.DOTALL):
-            raise ValueError(f"README: expected a place for the table {name!r}, got none")
+            raise ValueError(f"{name}: expected a place for the table {title!r}, got none")
         text = re.sub(pattern, lambda found, table=table: found[1] + table() + found[2], text, flags=re.DOTALL)
     return text
 
@@ -62,18 +63,65 @@ def decode_table() -> str:
 
 
 def prefill_table() -> str:
-    results = json.loads((RESULTS / "prefill-h200.json").read_text(encoding="utf-8"))
+    """Of several runs; those that a row compares were measured in one."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("prefill-*-h200.json"))]
     rows = []
-    for name, case in results["cases"].items():
+    for name, case in (item for run in runs for item in run["cases"].items()):
         (_, ours), *others = case["microseconds"].items()
         ratios = ", ".join(f"{other.removeprefix('paged_jax, ')} {time / ours:.2f}" for other, time in others)
         rows.append((name, f"{ours:.0f}", f"{case['flops'] / ours / 1e6:.0f}", ratios))
     return (
-        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(results)}. The last "
+        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(runs[0])}. The last "
         "column tells how many times as long others take, and our own other ways:\n\n"
         + _table(("rows and tokens", "paged_jax, us", "TFLOP/s", "others"), rows)
         + "\n"
     )
+
+
+def llama_table() -> str:
+    results = json.loads((RESULTS / "llama-h200.json").read_text(encoding="utf-8"))
+    rows = []
+    for name, cases in results["step"].items():
+        for case, step in cases.items():
+            milliseconds = (f"{1e3 * step[key]:.2f}" for key in ("seconds_per_step", "seconds_reading"))
+            rows.append((f"{name}, {step['layers']} layers, {case}", *milliseconds, f"{step['value']:.2f}"))
+    compiled = "; ".join(
+        f"{name}: " + ", ".join(f"{sum(measured[kind].values()):.0f} s {kind}" for kind in ("scanned", "unrolled"))
+        for name, measured in results["compile"].items()
+    )
+    text = (
+        f"Decoding with random bfloat16 models of Llama 3's shapes, in one compiled loop; {_where(results)}. Reading "
+        f"memory reaches {results['ceiling_gb_per_s']:.0f} GB/s there, and the last column says how many times as long "
+        "as reading its weights, K and V alone a step takes:\n\n"
+        + _table(("model, rows x length", "step, ms", "reading alone, ms", "times"), rows)
+        + f"\nThe loop is compiled in ({compiled}).\n\n"
+    )
+    for name, dense in results["dense"].items():
+        rates = [
+            (kind, str(found["rows"]), f"{found['cache_bytes'] / 2**30:.1f}", f"{found['tokens_per_second']:.0f}")
+            for kind, found in dense["contestants"].items()
+        ]
+        text += (
+            f"{name}, rows of {min(dense['lengths'])} to {max(dense['lengths'])} tokens in "
+            f"{dense['budget_bytes'] / 2**30:g} GiB; a dense cache has room for {dense['reserved_tokens']} in each:\n\n"
+            + _table(("cache", "rows that fit", "GiB", "tokens/s"), rates)
+            + "\n"
+        )
+    return text
+
+
+def mesh_table() -> str:
+    rows = []
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("llama-*-h200-x2.json"))]
+    for results in runs:
+        for name, mesh in results["mesh"].items():
+            attention = results["attention"][name]
+            steps = (f"{1e3 * timed['seconds_per_step']:.2f}" for timed in mesh["devices"].values())
+            rows.append((f"{name}, {mesh['layers']} layers: step, ms", *steps, f"{mesh['value']:.2f}"))
+            times = (f"{microseconds:.1f}" for microseconds in attention["microseconds"].values())
+            rows.append((f"{name}: attention of a layer, us", *times, f"{attention['value']:.2f}"))
+    head = ("64 rows of 4096 tokens", "1 device", f"{runs[0]['devices']} devices", "of one device's")
+    return f"The same with kv heads split over devices; {_where(runs[0])}:\n\n" + _table(head, rows) + "\n"
 
 
 def write_table() -> str:
@@ -88,8 +136,8 @@ def write_table() -> str:
     ]
     sizes = results["sizes"]
     return (
-        f"Writing K and V of one layer, {sizes['kv_heads']} kv heads x {sizes['head_dim']}, in a loop over "
-        f"{sizes['layers']}; {_where(results)}:\n\n"
+        f"Writing K and V of one layer, {sizes['kv_heads']} kv heads x {sizes['head_dim']}, of {sizes['layers']} in a "
+        f"step; {_where(results)}:\n\n"
         + _table(("cache and tokens", "XLA's scatter, us", "one Pallas launch, us"), rows)
         + "\n"
     )
@@ -140,6 +188,40 @@ def memory_table() -> str:
     return _table(head, rows) + "\n"
 
 
+def ladder_table() -> str:
+    """What share of the memory limit each rung reaches in each case: bytes of K and V by time, over the ceiling."""
+    results = json.loads((RESULTS / "ladder-h200.json").read_text(encoding="utf-8"))
+    ceiling, cases = results["ceiling_gb_per_s"], results["cases"]
+    rungs = dict.fromkeys(rung for case in cases.values() for rung in case["microseconds"])
+
+    def share(case: dict, rung: str) -> str:
+        microseconds = case["microseconds"].get(rung)
+        return f"{case['kv_bytes'] / microseconds / 1e3 / ceiling:.0%} ({microseconds:.1f} us)" if microseconds else ""
+
+    rows = [(rung, *(share(case, rung) for case in cases.values())) for rung in rungs]
+    return (
+        f"Share of the {ceiling:.0f} GB/s at which memory is read, and the time of one layer; {_where(results)}:\n\n"
+        + _table(("rung", *cases), rows)
+        + "\n"
+    )
+
+
+def counters_table() -> str:
+    results = json.loads((RESULTS / "counters-h200.json").read_text(encoding="utf-8"))
+    columns = {
+        "us": lambda case: f"{case['microseconds']:.1f}",
+        "MB read": lambda case: f"{case['megabytes_read']:.1f}",
+        "memory, of its peak": lambda case: f"{case['memory_percent_of_peak']:.0f}%",
+        "issue slots busy": lambda case: f"{case['issue_slots_busy_percent']:.0f}%",
+        "busiest processor over mean": lambda case: (
+            f"{case['cycles_of_the_busiest_processor'] / case['cycles_of_the_mean_processor']:.2f}"
+        ),
+        "registers": lambda case: f"{case['registers']:.0f}",
+    }
+    rows = [(name, *(value(case) for value in columns.values())) for name, case in results["cases"].items()]
+    return f"One launch under `ncu`; {_where(results)}:\n\n" + _table(("rows x length", *columns), rows) + "\n"
+
+
 def _where(results: dict) -> str:
     environment = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if name != "jaxlib")
@@ -152,14 +234,19 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, alignment, *rows))
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "generation": generation_table,
-    "decode": decode_table,
-    "prefill": prefill_table,
-    "write": write_table,
-    "quantised": quantised_table,
-    "block table": block_table_table,
-    "memory": memory_table,
+DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {
+        "generation": generation_table,
+        "decode": decode_table,
+        "prefill": prefill_table,
+        "llama": llama_table,
+        "mesh": mesh_table,
+        "write": write_table,
+        "quantised": quantised_table,
+        "block table": block_table_table,
+        "memory": memory_table,
+    },
+    "pallas_kernels/README.md": {"ladder": ladder_table, "counters": counters_table},
 }
 
 

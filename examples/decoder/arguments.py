@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
         type=positive_int,
         default=2048,
         metavar="N",
-        help="tokens of the prompts that are read in one call, at most (2048): fewer need less memory",
+        help="tokens of the prompts that are read in one call, at most (2048, by each shard): fewer need less memory",
     )
     parser.add_argument(
         "--scan-layers", action="store_true", help="compile one layer for all: starts sooner, a little slower on a CPU"
@@ -44,8 +44,9 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     parser.add_argument(
         "--mesh",
         type=mesh_sizes,
-        metavar="rows=1,heads=N",
-        help="split the model and the cache over N devices, by kv heads (one device)",
+        default="rows=1,heads=1",
+        metavar="rows=R,heads=N",
+        help="deal the prompts to R shards, each of N devices that split model and cache by kv heads (one device)",
     )
     sampling = parser.add_argument_group("sampling", "greedy unless --temperature or the model's own settings say not")
     sampling.add_argument("--temperature", type=finite_float, metavar="T", help="0 is greedy (the model's, or 0)")
@@ -55,7 +56,10 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     paging = parser.add_argument_group("paging")
     paging.add_argument("--page-size", type=positive_int, default=16, metavar="N", help="tokens per page (16)")
     paging.add_argument(
-        "--num-pages", type=pages_or_auto, metavar="N|auto", help="pages in the pool (auto: by need and free memory)"
+        "--num-pages",
+        type=pages_or_auto,
+        metavar="N|auto",
+        help="pages in the pool, one for each shard (auto: by need and free memory)",
     )
     paging.add_argument(
         "--cache-dtype",
@@ -114,10 +118,6 @@ def mesh_sizes(text: str) -> dict[str, int]:
         if name not in sizes:
             raise argparse.ArgumentTypeError(f"expected rows=N and heads=N between commas, got {text!r}")
         sizes[name] = positive_int(size)
-    if sizes["rows"] > 1:
-        raise argparse.ArgumentTypeError(
-            f"expected rows=1, got rows={sizes['rows']}: shards of rows share nothing, so run one generate.py for each"
-        )
     return sizes
 
 

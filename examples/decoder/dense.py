@@ -93,5 +93,5 @@ def _advance(
 ) -> tuple[Int32[Array, " B"], DenseCache]:
     """The likeliest token after each row's last one, and the cache with K and V of all."""
     hidden, cache = model(tokens.reshape(-1), DenseStep(positions.reshape(-1)), cache, attend_dense)
-    last = hidden.reshape(hidden.shape[0], *tokens.shape)[:, :, -1]
+    last = hidden.reshape(*tokens.shape, -1)[:, -1]
     return model.logits(last).argmax(-1).astype(jnp.int32), cache

@@ -13,6 +13,7 @@ Nothing crosses the rows' axis.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,10 +83,10 @@ def parameter_specs(config: ModelConfig, split: Split) -> dict[str, PartitionSpe
     shards = split.num_heads_shards
     for name, size in (("kv heads", config.attention.num_kv_heads), ("MLP columns", config.mlp.width)):
         if size % shards:
-            most = max(n for n in range(1, shards) if size % n == 0 and shards % n == 0)
+            most = math.gcd(size, shards)
             raise ValueError(
                 f"mesh axis {split.heads!r}: expected a divisor of the model's {size} {name}, got {shards} devices; "
-                f"kv heads are not repeated: split heads over {most} and rows over {shards // most}"
+                f"{name} are not replicated: split heads over {most} and rows over {shards // most}"
             )
 
     def spec(path: str) -> PartitionSpec:

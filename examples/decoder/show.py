@@ -1,5 +1,6 @@
 """A block table and its pool, drawn for a terminal."""
 
+import jax
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,7 +13,12 @@ _PAGES_PER_LINE = 64
 
 
 def show_table(table: BlockTable) -> RenderableType:
-    """Each row's pages in the order of its blocks, and the pool: which page belongs to which row."""
+    """Each row's pages in the order of its blocks, and the pool: which page belongs to which row.
+
+    Tables stacked by shards of rows are drawn one after the other.
+    """
+    if table.pages.ndim == 3:
+        return Group(*(_show_shard(table, shard) for shard in range(table.pages.shape[0])))
     pages, lengths, num_blocks = (np.asarray(array) for array in (table.pages, table.lengths, table.num_blocks))
     rows = Table(box=None, header_style="dim")
     rows.add_column("row", justify="right")
@@ -24,6 +30,12 @@ def show_table(table: BlockTable) -> RenderableType:
         owner[held] = row
         rows.add_row(str(row), str(lengths[row]), Text(" ".join(map(str, held)), style=_colour(row)))
     return Group(rows, Text(), _pool(owner, table.page_size))
+
+
+def _show_shard(stacked: BlockTable, shard: int) -> RenderableType:
+    table = jax.tree.map(lambda leaf: np.asarray(leaf)[shard], stacked)
+    title = f"shard of rows {shard}, of which row 0 is prompt {shard * table.max_rows + 1}"
+    return Group(Text(title), show_table(table))
 
 
 def _pool(owner: np.ndarray, page_size: int) -> Text:

@@ -2,7 +2,7 @@
 
     python examples/ladder/measure.py --out examples/benchmarks/results/ladder-h200.json
 
-Times are taken as `benchmarks/decode.py` takes them. `ladder/readme.py` makes the table from the results.
+Times are taken as `benchmarks/decode.py` takes them. `benchmarks/readme.py` makes the table from the results.
 """
 
 import argparse

@@ -33,6 +33,7 @@ from decoder.load import load_decoder
 from decoder.sharding import Split
 from paged_jax import (
     BlockTable,
+    DecodeResult,
     PagedCache,
     PrefixCache,
     Sampler,
@@ -40,6 +41,7 @@ from paged_jax import (
 )
 
 DEVICES = 8
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 CHECKS: dict[str, Callable[[], None]] = {}
 CONFIG = {
     "model_type": "llama",
@@ -54,7 +56,14 @@ CONFIG = {
 }
 BIASED = {"attention_bias": True, "mlp_bias": True}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "model_type": "gpt_oss"}
-PROMPTS = [[3, 9, 4, 1, 7], [8, 2], [5, 5, 2], [60, 2, 9, 11, 3, 6]]
+# The second has all but the last token of the first, the last has two pages of the one before.
+PROMPTS = [
+    [60, 2, 9, 11, 3, 6],
+    [60, 2, 9, 11, 3, 30],
+    [3, 9, 4, 1, 7, 12, 44, 2, 5, 23],
+    [3, 9, 4, 1, 7, 12, 44, 2, 50, 6],
+]
+NEWEST = np.array([prompt[-1] for prompt in PROMPTS], np.int32)
 ROWS, PAGES, PAGE_SIZE, BLOCKS, NEW = 4, 800, 4, 8, 7
 COLLECTIVES = re.compile(
     r"= \(?(\w+\[[\d,]*\]).* (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(?:-start)?\("
@@ -94,8 +103,8 @@ def split_of(rows: int = 1, heads: int = 1) -> Split:
     return Split(sharding.make_mesh(rows=rows, heads=heads), heads="heads", rows="rows" if rows > 1 else None)
 
 
-def new_pool(split: Split, dtype: Any = jnp.float32, layout: str = "NHD") -> tuple[PagedCache, BlockTable]:
-    shards = split.num_rows_shards
+def new_pool(split: Split, dtype: Any = jnp.float32) -> tuple[PagedCache, BlockTable]:
+    shards, layout = split.num_rows_shards, "NHD" if dtype == jnp.float32 else "head_major"
     cache = sharding.create_cache(
         split.mesh, 2, PAGES // shards, PAGE_SIZE, 8, 8, dtype, heads=split.heads, rows=split.rows, layout=layout
     )
@@ -103,7 +112,7 @@ def new_pool(split: Split, dtype: Any = jnp.float32, layout: str = "NHD") -> tup
     return cache, table
 
 
-def packed(prompts: list[list[int]], shards: int = 1, size: int = 24) -> tuple[np.ndarray, np.ndarray]:
+def packed(prompts: list[list[int]], shards: int = 1, size: int = 28) -> tuple[np.ndarray, np.ndarray]:
     """All but the last token of each prompt, packed by shards of rows."""
     rows = len(prompts) // shards
     tokens = np.zeros((shards, size), np.int32)
@@ -113,39 +122,25 @@ def packed(prompts: list[list[int]], shards: int = 1, size: int = 24) -> tuple[n
     return tokens.reshape(-1), np.array([len(prompt) - 1 for prompt in prompts], np.int32)
 
 
-NEWEST = np.array([prompt[-1] for prompt in PROMPTS], np.int32)
-
-
 @functools.cache
-def unsharded(scan_layers: bool = True, dtype: Any = jnp.float32, **changes: Any) -> np.ndarray:
-    """The next tokens of all prompts, from one device."""
-    tokens = next_tokens(new_model(scan_layers, **changes), PROMPTS, dtype)
+def unsharded(model: single.Decoder, dtype: Any = jnp.float32) -> np.ndarray:
+    """What follows each prompt, from one device and rows that each read all of their own."""
+    cache = PagedCache.create(2, PAGES, PAGE_SIZE, 8, 8, dtype)
+    table = BlockTable.create(PAGES, PAGE_SIZE, ROWS, BLOCKS)
+    cache, table, ok = single.prefill(model, cache, table, *packed(PROMPTS))
+    assert ok
+    result = single.generate(model, cache, table, NEWEST, np.ones(ROWS, bool), max_new_tokens=NEW).check()
+    tokens = np.asarray(result.tokens)
     assert len(np.unique(tokens)) > 8, f"a model that says one thing shows nothing: {tokens}"
     return tokens
 
 
-def next_tokens(model: single.Decoder, prompts: list[list[int]], dtype: Any = jnp.float32) -> np.ndarray:
-    cache = PagedCache.create(2, PAGES, PAGE_SIZE, 8, 8, dtype)
-    table = BlockTable.create(PAGES, PAGE_SIZE, ROWS, BLOCKS)
-    cache, table, ok = single.prefill(model, cache, table, *packed(prompts))
-    assert ok
-    newest = np.array([prompt[-1] for prompt in prompts], np.int32)
-    result = single.generate(model, cache, table, newest, np.ones(ROWS, bool), max_new_tokens=NEW).check()
-    return np.asarray(result.tokens)
-
-
-def assert_same_tokens(split: Split, scan_layers: bool = True, dtype: Any = jnp.float32, **changes: Any) -> Any:
-    """Prefills and generates on the mesh; gives what to go on with."""
-    model = on_mesh.place_decoder(new_model(scan_layers, **changes), split)
-    cache, table = new_pool(split, dtype, "NHD" if dtype == jnp.float32 else "head_major")
-    on_mesh.check_placed(split, model, cache, table)
-    cache, table, ok = on_mesh.prefill(split, model, cache, table, *packed(PROMPTS, split.num_rows_shards))
-    assert np.all(ok)
-    result = on_mesh.generate(split, model, cache, table, NEWEST, np.ones(ROWS, bool), max_new_tokens=NEW)
-    assert np.all(result.ok)
-    on_mesh.check_placed(split, model, result.cache, result.table)
-    np.testing.assert_array_equal(result.tokens, unsharded(scan_layers, dtype, **changes))
-    return model, result
+def generate_hlo(split: Split, model: single.Decoder, result: DecodeResult) -> str:
+    """The program of the decode loop whose result this is."""
+    options = {"max_new_tokens": NEW, "sample": single.greedy, "stop_tokens": ()}
+    tokens = on_mesh._place_rows(split, result.tokens[:, -1])
+    arguments = (split, model, result.cache, result.table, tokens, result.active, None)
+    return on_mesh._generate.lower(*arguments, **options).compile().as_text()
 
 
 def collectives(hlo: str) -> list[tuple[str, str]]:
@@ -162,10 +157,85 @@ def assert_no_pool_copied(hlo: str, cache: PagedCache) -> None:
 # --- The same tokens --------------------------------------------------------------------------------------------------
 
 
+def forked(cache: PagedCache, table: BlockTable, parents: Any, children: Any) -> Any:
+    table, copies, ok = table.fork(parents, children)
+    return cache.copy_pages(copies), table, ok
+
+
+def adopted(table: BlockTable, row: int) -> BlockTable:
+    """The next row starts on what this one has computed."""
+    prefixes = PrefixCache(PAGE_SIZE)
+    table = prefixes.insert(table, row, PROMPTS[2][:-1])
+    table, num_cached, ok = prefixes.adopt(table, row + 1, PROMPTS[3])
+    assert ok
+    assert num_cached == 8
+    table.check()
+    return table
+
+
+@functools.cache
+def assert_same_tokens(rows: int, heads: int, dtype: Any) -> tuple[Split, single.Decoder, DecodeResult]:
+    """Rows 0 and 2 read their prompts, row 1 is forked from row 0, and row 3 adopts pages of row 2; then all go on."""
+    split = split_of(rows, heads)
+    model, (cache, table) = on_mesh.place_decoder(new_model(), split), new_pool(split, dtype)
+    on_mesh.check_placed(split, model, cache, table)
+    cache, table, ok = on_mesh.prefill(split, model, cache, table, *packed([PROMPTS[0], [0], PROMPTS[2], [0]], rows))
+    assert np.all(ok)
+
+    specs, by_row = on_mesh._specs(split, cache, table), sharding.rows_spec(split.rows)
+    fork = sharding.on_mesh(
+        forked, split.mesh, in_specs=(*specs, by_row, by_row), out_specs=(*specs, by_row), rows=split.rows
+    )
+    parents = np.array([0, ROWS][:rows], np.int32)  # the first shard's row 0, and nothing in the second
+    cache, table, ok = jax.jit(fork, donate_argnums=(0, 1))(cache, table, parents, parents + 1)
+    assert np.all(ok)
+
+    if split.rows is None:
+        table = adopted(table, 2)
+    else:
+        mine = adopted(sharding.take_shard(split.mesh, table, 1, rows=split.rows), 0)
+        table = sharding.put_shard(split.mesh, table, 1, mine, rows=split.rows)
+    on_mesh.check_placed(split, model, cache, table)
+    cache, table, ok = on_mesh.prefill(split, model, cache, table, *packed([[0], [0], [0], PROMPTS[3][8:]], rows))
+    assert np.all(ok)
+    result = on_mesh.generate(split, model, cache, table, NEWEST, np.ones(ROWS, bool), max_new_tokens=NEW).check()
+    on_mesh.check_placed(split, model, result.cache, result.table)
+    np.testing.assert_array_equal(result.tokens, unsharded(new_model(), dtype))
+    return split, model, result
+
+
+for sizes in (
+    (1, 1, jnp.int8),
+    (2, 1, jnp.int8),
+    (2, 2, jnp.float32),
+    (1, 4, jnp.int8),
+    (1, 8, jnp.float32),
+    (2, 4, jnp.int8),
+):
+    name = "rows over {}, heads over {}: prefill, fork, adoption and the loop, with a cache of {.__name__}"
+    check(name.format(*sizes))(functools.partial(assert_same_tokens, *sizes))
+
+
+@check("rows over 2 exchange nothing, and rows over 2 and heads over 4 nothing between rows; int8 caches stay in place")
+def exchanged() -> None:
+    for heads, count in ((1, 0), (4, 4)):  # embedding, attention and MLP of the scanned layer, logits
+        split, model, result = assert_same_tokens(2, heads, jnp.int8)
+        hlo = generate_hlo(split, model, result)
+        groups = re.findall(r"replica_groups=(.*?), [a-z_]+=", hlo)
+        assert set(groups) <= ONE_OF_EACH_ROWS_SHARD, groups
+        assert len(collectives(hlo)) == len(groups) == count, collectives(hlo)
+        assert_no_pool_copied(hlo, result.cache)
+
+
 @check("heads over 2, unrolled and with biases, with the collectives that a step needs, in place, compiled once")
 def two_heads() -> None:
     split = split_of(heads=2)
-    model, result = assert_same_tokens(split, scan_layers=False, **BIASED)
+    whole = new_model(scan_layers=False, **BIASED)
+    model, (cache, table) = on_mesh.place_decoder(whole, split), new_pool(split)
+    cache, table, ok = on_mesh.prefill(split, model, cache, table, *packed(PROMPTS))
+    assert ok
+    result = on_mesh.generate(split, model, cache, table, NEWEST, np.ones(ROWS, bool), max_new_tokens=NEW).check()
+    np.testing.assert_array_equal(result.tokens, unsharded(whole))
     sizes = on_mesh._prefill._cache_size(), on_mesh._generate._cache_size()
     before = [
         shard.data.unsafe_buffer_pointer()
@@ -186,41 +256,18 @@ def two_heads() -> None:
     assert after == before, "the pools were copied"
     assert (on_mesh._prefill._cache_size(), on_mesh._generate._cache_size()) == sizes, "compiled anew"
 
-    options = {"max_new_tokens": NEW, "sample": single.greedy, "stop_tokens": ()}
-    arguments = (split, model, result.cache, result.table, tokens, result.active, None)
-    hlo = on_mesh._generate.lower(*arguments, **options).compile().as_text()
+    hlo = generate_hlo(split, model, result)
     # The embedding, and attention and MLP of each of two layers; the logits of all rows.
     assert collectives(hlo) == [
         ("all-gather", "f32[4,64]"),
-        *[("all-reduce", "f32[32,4]")] * 4,
-        ("all-reduce", "f32[4,32]"),
+        *[("all-reduce", "f32[4,32]")] * 5,
     ], collectives(hlo)
     assert_no_pool_copied(hlo, result.cache)
     tokens, num_tokens = (on_mesh._place_rows(split, array) for array in packed(PROMPTS))
     arguments = (split, model, result.cache, result.table, tokens, num_tokens)
     hlo = on_mesh._prefill.lower(*arguments, max_context=None).compile().as_text()
     # Nobody reads what the last layer would add: its K and V are all that is wanted.
-    assert collectives(hlo) == [("all-reduce", "f32[24,32]"), *[("all-reduce", "f32[32,24]")] * 2], collectives(hlo)
-    assert_no_pool_copied(hlo, result.cache)
-
-
-@check("heads over 8")
-def eight_heads() -> None:
-    assert_same_tokens(split_of(heads=8))
-
-
-@check("an int8 cache, rows over 2 and heads over 4, with nothing exchanged between rows")
-def rows_and_heads() -> None:
-    split = split_of(rows=2, heads=4)
-    model, result = assert_same_tokens(split, dtype=jnp.int8)
-    options = {"max_new_tokens": NEW, "sample": single.greedy, "stop_tokens": ()}
-    tokens = on_mesh._place_rows(split, NEWEST)
-    arguments = (split, model, result.cache, result.table, tokens, result.active, None)
-    hlo = on_mesh._generate.lower(*arguments, **options).compile().as_text()
-    groups = re.findall(r"replica_groups=(.*?), [a-z_]+=", hlo)
-    assert set(groups) <= ONE_OF_EACH_ROWS_SHARD, groups
-    # Embedding, attention and MLP of the scanned layer, logits.
-    assert len(collectives(hlo)) == len(groups) == 4, collectives(hlo)
+    assert collectives(hlo) == [("all-reduce", "f32[28,32]")] * 3, collectives(hlo)
     assert_no_pool_copied(hlo, result.cache)
 
 
@@ -234,66 +281,6 @@ def experts() -> None:
     cache, *_ = on_mesh.prefill(split, model, *new_pool(split), *packed(PROMPTS))
     assert np.abs(expected.k[1]).max() > 0.1
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), cache, expected)
-
-
-def forked(cache: PagedCache, table: BlockTable, parents: Any, children: Any) -> Any:
-    table, copies, ok = table.fork(parents, children)
-    return cache.copy_pages(copies), table, ok
-
-
-@check("fork copies pages on every shard, and both go on alike")
-def fork() -> None:
-    """Rows 0 and 2 read a prompt each; rows 1 and 3 are forked from them and get another last token."""
-    prompts, newest = [PROMPTS[0], [0], PROMPTS[3], [0]], np.array([7, 30, 6, 31], np.int32)
-    split = split_of(rows=2, heads=2)
-    model, (cache, table) = on_mesh.place_decoder(new_model(), split), new_pool(split)
-    cache, table, _ = on_mesh.prefill(split, model, cache, table, *packed(prompts, 2))
-    specs, by_row = on_mesh._specs(split, cache, table), PartitionSpec("rows")
-    fork = sharding.on_mesh(
-        forked, split.mesh, in_specs=(*specs, by_row, by_row), out_specs=(*specs, by_row), rows="rows"
-    )
-    here = np.zeros(2, np.int32)  # each shard's own row 0 → its own row 1
-    cache, table, ok = jax.jit(fork, donate_argnums=(0, 1))(cache, table, here, here + 1)
-    assert ok.shape == (2,)
-    assert ok.all()
-    result = on_mesh.generate(split, model, cache, table, newest, np.ones(ROWS, bool), max_new_tokens=NEW)
-    whole = [[*PROMPTS[0][:-1], 7], [*PROMPTS[0][:-1], 30], [*PROMPTS[3][:-1], 6], [*PROMPTS[3][:-1], 31]]
-    np.testing.assert_array_equal(result.tokens, next_tokens(new_model(), whole))
-
-
-def adopted(table: BlockTable, row: int, prompt: list[int]) -> BlockTable:
-    """The next row starts on what this one has computed."""
-    prefixes = PrefixCache(PAGE_SIZE)
-    table = prefixes.insert(table, row, prompt[:-1])
-    table, num_cached, ok = prefixes.adopt(table, row + 1, prompt)
-    assert ok
-    assert num_cached == 8
-    table.check()
-    return table
-
-
-@check("a cached prefix is adopted, by heads and in a shard of rows")
-def prefix() -> None:
-    """Row 2 reads a prompt; row 3 starts on its full pages and computes the rest."""
-    prompt, nothing = [3, 9, 4, 1, 7, 12, 44, 2, 5, 23], [0]
-    expected = next_tokens(new_model(), [prompt, nothing, nothing, nothing])[0]
-    newest, active = np.array([0, 0, 23, 23], np.int32), np.array([False, False, True, True])
-    for split in (split_of(heads=8), split_of(rows=2, heads=2)):
-        model, (cache, table) = on_mesh.place_decoder(new_model(), split), new_pool(split)
-        shards = split.num_rows_shards
-        first, rest = ([nothing, nothing, prompt, nothing], [nothing, nothing, nothing, [*prompt[8:]]])
-        cache, table, ok = on_mesh.prefill(split, model, cache, table, *packed(first, shards))
-        assert np.all(ok)
-        if split.rows is None:
-            table = adopted(table, 2, prompt)
-        else:
-            mine = adopted(sharding.take_shard(split.mesh, table, 1, rows="rows"), 0, prompt)
-            table = sharding.put_shard(split.mesh, table, 1, mine, rows="rows")
-        on_mesh.check_placed(split, model, cache, table)
-        cache, table, ok = on_mesh.prefill(split, model, cache, table, *packed(rest, shards))
-        assert np.all(ok)
-        result = on_mesh.generate(split, model, cache, table, newest, active, max_new_tokens=NEW)
-        np.testing.assert_array_equal(result.tokens[2:], [expected, expected])
 
 
 @check("the shards of rows draw differently, and the devices of one alike")
@@ -326,13 +313,91 @@ def loading() -> None:
         assert held < 0.52 * sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) + largest * (config.vocab_size % 2)
 
 
-@check("generate.py --mesh writes the answer of the dense model")
-def example() -> None:
-    prompt, out = [5, 200, 31, 7], io.StringIO()
-    options = ["--model", sys.argv[1], "--token-ids", ",".join(map(str, prompt)), "--max-tokens", "6", "--scan-layers"]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        assert generate.main([*options, "--mesh", "rows=1,heads=2"]) == 0
-    assert out.getvalue() == ",".join(map(str, tiny_llama().greedy(prompt, 6))) + "\n", out.getvalue()
+# --- The command line -------------------------------------------------------------------------------------------------
+
+UNEQUAL = [[5, 200, 31, 7, 9, 77, 12, 3], [7], [40, *range(100, 112)], [31, 8, 8], [200]]  # an odd number
+
+
+def answered(prompts: list[list[int]], *options: Any) -> tuple[int, str, str]:
+    """Exit status, standard output, and standard error with its lines joined."""
+    arguments = ["--model", sys.argv[1], "--scan-layers", "--max-tokens", NEW, *options]
+    for prompt in prompts:
+        arguments += ["--token-ids", ids(prompt)]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = generate.main([str(argument) for argument in arguments])
+    return status, out.getvalue(), " ".join(err.getvalue().split())
+
+
+def ids(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def written(prompts: list[list[int]], counts: list[int]) -> str:
+    """What the dense model in numpy says to several prompts, of each so many tokens."""
+    answers = [tiny_llama().greedy(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    pairs = enumerate(zip(prompts, answers, strict=True), 1)
+    return "".join(f"[{i}/{len(prompts)}] {ids(prompt)}\n{ids(answer)}\n" for i, (prompt, answer) in pairs)
+
+
+@check("the README's command writes the answer of the dense model")
+def readme_command() -> None:
+    (mesh,) = re.findall(r"generate\.py --mesh (\S+)`", README)
+    status, out, err = answered(UNEQUAL[:1], "--mesh", mesh)
+    assert mesh == "rows=1,heads=2"
+    assert (status, out) == (0, ids(tiny_llama().greedy(UNEQUAL[0], NEW)) + "\n"), (out, err)
+
+
+@check("the README's step runs on eight devices")
+def readme_step() -> None:
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "make_mesh" in code)
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(code.replace("rows=1, heads=1", "rows=2, heads=4"), names)
+    assert names["ok"].shape == (2,)
+    assert names["ok"].all()
+    np.testing.assert_array_equal(names["out"], np.ones((16, 8, 64)))  # as all of V
+
+
+@check("generate.py deals prompts to shards of rows, which read them in chunks and show tables of their own")
+def dealt() -> None:
+    """The first shard reads 19 tokens in four chunks, the second 2 tokens in one, and it has a row to spare."""
+    options = ("--mesh", "rows=2,heads=2", "--prefill-tokens", 5, "--show-table", "--compare-dense")
+    status, out, err = answered(UNEQUAL, *options)
+    assert (status, out) == (0, written(UNEQUAL, [NEW] * 5)), (out, err)
+    held = [len(prompt) - 1 + NEW for prompt in UNEQUAL]
+    assert f"prefill {sum(held) - 5 * NEW} tokens" in err, err
+    assert f"decode {5 * NEW} tokens" in err, err
+    assert f"paged 6 of 8 pages used for {sum(held)} tokens" in err, err  # 1 + 1 + 2 and 1 + 1, of two times 1 + 1 + 2
+    assert f"the same {5 * NEW} tokens" in err, err
+    first, second = err.split("shard of rows 1, of which row 0 is prompt 4")
+    assert re.search(rf"shard of rows 0, of which row 0 is prompt 1 .* 0 {held[0]} . 1 {held[1]} . 2 {held[2]}", first)
+    assert re.search(rf" 0 {held[3]} \d 1 {held[4]} \d 2 0 pool: 4 pages of 16 tokens, 2 free", second), second
+
+
+@check("generate.py names the shard of rows that runs out of pages, and writes what all have said")
+def out_of_pages() -> None:
+    """Sizes as in the check before, whose programs serve: the second shard's three rows have one page to grow by."""
+    prompts = [[7], [31, 8], [5], *([first, *range(100, 112)] for first in (40, 41, 42))]
+    options = ("--mesh", "rows=2,heads=2", "--prefill-tokens", 5, "--num-pages")
+    status, out, err = answered(prompts, *options, 4)
+    assert (status, out) == (1, written(prompts, [NEW] * 3 + [4] * 3)), (out, err)
+    assert "out of pages in shard of rows 1: 3 rows need a new page, and 1 of 4 pages are free" in err, err
+    status, out, err = answered(prompts, *options, 2)
+    assert (status, out) == (2, ""), out
+    assert "the prompts of a shard of rows need 3 pages of 16 tokens, expected at most the cache's 2" in err, err
+
+
+@check("generate.py refuses a mesh that does not fit the model or the machine")
+def refused() -> None:
+    for mesh, message in {
+        "heads=4": "expected a divisor of the model's 2 kv heads, got 4 devices; kv heads are not replicated: split "
+        "heads over 2 and rows over 2",
+        "rows=4,heads=4": "mesh: expected 16 devices for rows 4 x heads 4, got 8",
+    }.items():
+        status, out, err = answered(UNEQUAL, "--mesh", mesh)
+        assert (status, out) == (2, ""), out
+        assert message in err, err
 
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------

@@ -14,30 +14,44 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [rng.integers(1, 1000, length).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_the_chunks_hold_the_prompts_but_their_last_tokens(lengths: list[int]) -> None:
+CASES = pytest.mark.parametrize(
+    ("lengths", "shards"),
+    [(lengths, shards) for lengths in LENGTHS for shards in (1, 2, 3) if len(lengths) % shards == 0],
+    ids=str,
+)
+
+
+@CASES
+def test_the_chunks_hold_the_prompts_but_their_last_tokens(lengths: list[int], shards: int) -> None:
     prompts = prompts_of(lengths)
     for budget in BUDGETS:
         rows: list[list[int]] = [[] for _ in prompts]
-        for chunk in cut_prompts(prompts, budget):
+        for chunk in cut_prompts(prompts, budget, shards):
             held = [len(row) for row in rows]
-            ends = np.cumsum(chunk.num_tokens)
-            for row, piece in zip(rows, np.split(chunk.tokens, ends), strict=False):
-                row += piece.tolist()
+            starts = np.arange(shards) * (chunk.tokens.size // shards)
+            for row, count in enumerate(chunk.num_tokens):
+                shard = row * shards // len(rows)
+                rows[row] += chunk.tokens[starts[shard] : starts[shard] + count].tolist()
+                starts[shard] += count
             is_continued = any(before and added for before, added in zip(held, chunk.num_tokens, strict=True))
             assert chunk.max_context == (None if is_continued else 0)
             assert chunk.num_tokens.min() >= 0
         assert rows == [prompt[:-1] for prompt in prompts]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_the_chunks_are_few_and_of_one_length(lengths: list[int]) -> None:
-    prompts, total = prompts_of(lengths), sum(lengths) - len(lengths)
+@CASES
+def test_the_chunks_are_few_and_of_one_length(lengths: list[int], shards: int) -> None:
+    prompts, most = prompts_of(lengths), (np.reshape(lengths, (shards, -1)) - 1).sum(axis=1).max()
     for budget in BUDGETS:
-        chunks = cut_prompts(prompts, budget)
-        assert len(chunks) == -(-total // budget)
+        chunks = cut_prompts(prompts, budget, shards)
+        assert len(chunks) == -(-most // budget)
         assert len({chunk.tokens.size for chunk in chunks}) <= 1
-        assert all(chunk.tokens.size <= budget for chunk in chunks)
+        assert all(chunk.tokens.size <= shards * budget for chunk in chunks)
         assert all(chunk.num_tokens.any() for chunk in chunks)
-        assert sum(chunk.tokens.size for chunk in chunks) - total < 64 * max(1, len(chunks))
+        assert sum(chunk.tokens.size // shards for chunk in chunks) - most < 64 * max(1, len(chunks))
         assert all(array.dtype == np.int32 for chunk in chunks for array in (chunk.tokens, chunk.num_tokens))
+
+
+def test_prompts_that_do_not_divide_over_the_shards_are_refused() -> None:
+    with pytest.raises(ValueError, match="prompts: expected a multiple of the 2 shards of rows, got 3"):
+        cut_prompts([[1], [2, 3], [4]], 64, 2)

@@ -92,7 +92,7 @@ def test_the_room_of_a_quantised_cache_is_counted_with_its_scales(
 ) -> None:
     weights = 4 * sum(map(math.prod, parameter_shapes(gguf_config(open_gguf(model))).values()))
     page = 3 * 16 * 2 * 2 * (16 + 4)
-    monkeypatch.setattr(generate, "free_bytes", lambda: weights + 10 * page)
+    monkeypatch.setattr(generate, "free_bytes", lambda _: weights + 10 * page)
     options = ("x", "--raw", "--scan-layers", "--cache-dtype", "int8")
     assert "of 10 pages used" in run(*options, "--num-pages", 10)[2]
     assert "got 11 pages" in run(*options, "--num-pages", 11)[2]

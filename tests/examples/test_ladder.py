@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pools
 import pytest
 from attention_cases import meaning
 from benchmarks import decode
-from ladder import measure, readme, rung4_partitions
+from ladder import measure, rung4_partitions
 from lowering import lower_for_cuda
 from tolerances import assert_accurate
 
@@ -46,10 +45,11 @@ def test_a_rung_lowers_for_cuda(rung, num_heads, dtype):
 @pytest.mark.parametrize("lengths", [(0,), (1, 0, 70_000), (4096,) * 64, (64, 65, 63, 1, 0) * 9])
 @pytest.mark.parametrize("wanted", [1, 7, 66])
 def test_parts_of_the_fourth_rung_cover_every_row_once(lengths, wanted):
-    parts = rung4_partitions.cut(jnp.array(lengths, jnp.int32), wanted)
-    used = np.asarray(parts.row) < len(lengths)
+    cut = jax.jit(rung4_partitions.cut, static_argnums=1)
+    parts = jax.tree.map(np.asarray, cut(jnp.array(lengths, jnp.int32), wanted))
+    used = parts.row < len(lengths)
     assert np.bincount(parts.row[used], minlength=len(lengths)).tolist() == parts.count.tolist()
-    assert (np.asarray(parts.row)[parts.first] == np.arange(len(lengths))).all()
+    assert (parts.row[parts.first] == np.arange(len(lengths))).all()
     assert parts.index[used].tolist() == [i for count in parts.count.tolist() for i in range(count)]
 
 
@@ -63,7 +63,7 @@ def gather_and_attend(q, k_pages, v_pages, block_tables, lengths):
     return jax.nn.dot_product_attention(q[:, None], k, v, key_value_seq_lengths=lengths)[:, 0]
 
 
-def test_the_command_writes_what_the_table_is_made_of(monkeypatch, tmp_path):
+def test_the_command_writes_times_and_errors(monkeypatch, tmp_path):
     case = DecodeCase("tiny", (40, 1), 4, 2, 16)
     out = tmp_path / "out.json"
     monkeypatch.setattr(decode, "_BYTES_IN_ROTATION", 1)
@@ -76,18 +76,5 @@ def test_the_command_writes_what_the_table_is_made_of(monkeypatch, tmp_path):
     measure.main(["--rounds", "1", "--out", str(out)])
     measured = json.loads(out.read_text())["cases"]["tiny"]
     assert measured["max_error"]["first"] < 0.02
-    share = measured["kv_bytes"] / measured["microseconds"]["first"] / 1e3 / 10.0
-    assert f"| first | {share:.0%} ({measured['microseconds']['first']:.1f} us) |" in readme.ladder_table(out)
-
-
-def test_the_table_is_made_from_the_results():
-    text = readme.README.read_text(encoding="utf-8")
-    assert readme.with_table(text) == text, "run examples/ladder/readme.py"
-
-
-def test_without_results_the_table_says_so(tmp_path: Path):
-    text = "before\n<!-- table: ladder -->\n| 1 |\n<!-- end -->\nafter\n"
-    made = readme.with_table(text, tmp_path / "none.json")
-    assert made == "before\n<!-- table: ladder -->\nNot measured yet.\n\n<!-- end -->\nafter\n"
-    with pytest.raises(ValueError, match="place"):
-        readme.with_table("no markers")
+    assert measured["kv_bytes"] > 0
+    assert measured["microseconds"]["first"] > 0

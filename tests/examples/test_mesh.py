@@ -5,9 +5,12 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import generate
+import jax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 from mesh_runs import BIASED, CHECKS, CONFIG, DEVICES, EXPERTS
@@ -27,8 +30,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each check of `mesh_runs` has to say: nothing, if all is well."""
     folder = tmp_path_factory.mktemp("mesh")
     path = tiny_llama().save(folder / "tiny.gguf")
-    folders = [TESTS, TESTS / "examples", TESTS.parent / "examples"]
+    folders = [TESTS.parent, TESTS.parent / "examples", TESTS, TESTS / "examples"]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    flags += " --xla_backend_optimization_level=0"  # most of the time goes into compiling programs that run once
     environment = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     environment["PAGED_JAX_CACHE"] = str(folder)
     command = [sys.executable, "-W", "error", str(TESTS / "examples" / "mesh_runs.py"), str(path)]
@@ -63,6 +67,14 @@ def test_without_an_axis_for_heads_the_model_is_whole() -> None:
     assert set(parameter_specs(model_config(CONFIG), Split(mesh, rows="dp")).values()) == {PartitionSpec()}
 
 
+def test_free_memory_is_that_of_all_devices_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices get equal shares, so the fullest one decides."""
+    stats = [{"bytes_limit": 100, "bytes_in_use": used} for used in (10, 30, 0)]
+    devices = [types.SimpleNamespace(memory_stats=lambda of_device=of_device: of_device) for of_device in stats]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert [generate.free_bytes(count) for count in (1, 2, 3)] == [90, 140, 210]
+
+
 # --- Mistakes
 
 
@@ -87,7 +99,7 @@ def test_an_mlp_that_does_not_divide_is_refused() -> None:
         parameter_specs(config, heads(4))
 
 
-@pytest.mark.parametrize("mesh", ["rows=2,heads=1", "heads=0", "heads", "tp=2", "heads=2;rows=1"])
+@pytest.mark.parametrize("mesh", ["rows=0,heads=2", "heads=0", "heads", "tp=2", "heads=2;rows=1"])
 def test_generate_refuses_other_meshes(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(["a prompt", "--mesh", mesh], "")

@@ -117,13 +117,27 @@ def test_every_layout_and_dtype_lowers(dtype, layout):
     assert "triton" in text
 
 
-def test_without_a_name_and_by_name_xla_writes():
-    """Until the kernel is measured; by its own name it says where it runs."""
-    arrays = operands(filled(jnp.bfloat16, "NHD"), SLOTS["all kinds"])
-    assert "cache_write" not in lower_for_cuda(lambda a: write(a, "NHD", None), arrays)
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "is_kernel"),
+    [(jnp.bfloat16, 511, False), (jnp.bfloat16, 512, True), (jnp.int8, 0, True), (jnp.int8, 1, True)],
+)
+def test_what_writes_on_cuda_follows_from_shapes(dtype, tokens, is_kernel):
+    """And elsewhere XLA does, unless the kernel is asked for, which says where it runs."""
+    arrays = operands(filled(dtype, "NHD"), [PADDING] * tokens)
+    assert ("cache_write" in lower_for_cuda(lambda a: write(a, "NHD", None), arrays)) == (is_kernel and tokens > 0)
     if jax.default_backend() != "gpu":
+        write(arrays, "NHD", None)
         with pytest.raises(NotImplementedError, match="'triton' runs on cuda and rocm only"):
             write(arrays, "NHD", "triton")
+
+
+def test_pools_that_the_kernel_cannot_address_are_written_by_xla():
+    struct = jax.ShapeDtypeStruct
+    pool, scales = struct((1, 3 * 2**17, 16, 4, 128), jnp.int8), struct((1, 3 * 2**17, 16, 4), jnp.float32)
+    new, slots = struct((4, 4, 128), jnp.bfloat16), struct((4,), jnp.int32)
+    arrays = {"k": new, "v": new, "slots": slots, "layer": struct((), jnp.int32)}
+    arrays |= {"k_pages": pool, "v_pages": pool, "k_scales": scales, "v_scales": scales}
+    assert "cache_write" not in lower_for_cuda(lambda a: write(a, "NHD", None), arrays)
 
 
 def test_the_raw_kernel_takes_one_layer_or_a_stack():
