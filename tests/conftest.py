@@ -44,6 +44,13 @@ def gemma3_path() -> Path:
     )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """The compiled programs of one file are of no use to the next, and gigabytes in the end."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
     """Stricter than users: no dtype changes and no axis appears without being asked for."""

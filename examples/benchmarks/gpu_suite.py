@@ -29,7 +29,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", f"--junitxml={report}", *args.pytest]
+        command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", f"--junitxml={report}"]
+        command += ["--dist=load", *args.pytest]  # most are in a few files
         status = subprocess.run(command, cwd=ROOT, check=False, env=os.environ | _SHARED_GPU).returncode
         suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
