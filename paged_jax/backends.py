@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jaxtyping import Array
 
 import pallas_kernels
@@ -50,13 +48,9 @@ def attend(
         return pallas_kernels.paged_prefill(**arguments, return_lse=True, interpret=interpret)
 
     obstacle = _obstacle(arrays, static["layout"])
-    if implementation == "xla" or (implementation is None and obstacle):
-        return xla(arrays)
-    if obstacle:
+    if obstacle and implementation not in (None, "xla"):
         raise NotImplementedError(f"implementation {implementation!r}: {obstacle}; use 'xla' or None")
-    if implementation == "triton_interpret":
-        return triton(arrays, interpret=True)
-    return platform_choice.choose(triton, _refuse if implementation == "triton" else xla, arrays)
+    return _run(arrays, xla, triton, implementation, is_xla_better=obstacle is not None)
 
 
 def write(
@@ -85,11 +79,21 @@ def write(
     def triton(arrays, interpret=False):
         return pallas_kernels.cache_write(**arrays, layout=layout, interpret=interpret)
 
-    pools = arrays["k_pages"], arrays["v_pages"]
     is_kernel_faster = arrays["k_scales"] is not None or arrays["slots"].size >= _MANY_TOKENS
-    if implementation == "xla" or (implementation is None and not is_kernel_faster):
-        return xla(arrays)
-    if implementation is None and any(map(offset_obstacle, pools)):
+    is_addressable = not any(offset_obstacle(arrays[name]) for name in ("k_pages", "v_pages"))
+    return _run(arrays, xla, triton, implementation, is_xla_better=not (is_kernel_faster and is_addressable))
+
+
+def _run(
+    arrays: dict[str, Any],
+    xla: Callable,
+    triton: Callable,  # (arrays, interpret=False)
+    implementation: str | None,
+    *,
+    is_xla_better: bool,
+) -> Any:
+    """Runs the implementation named; None takes the kernel on the platforms that have it, unless XLA is better."""
+    if implementation == "xla" or (implementation is None and is_xla_better):
         return xla(arrays)
     if implementation == "triton_interpret":
         return triton(arrays, interpret=True)
@@ -106,8 +110,8 @@ def _refuse(arrays):
 def _obstacle(arrays: dict[str, Any], layout: str) -> str | None:
     """What keeps the Triton kernels from this call; None if nothing does."""
     for axes, name in zip(LAYOUTS[layout], ("k_pages", "v_pages"), strict=True):
-        read = jax.eval_shape(functools.partial(pairs.view, axes), arrays[name])
-        if obstacle := offset_obstacle(read):
+        # Words of two values are half as many: in any pool of up to 2^32 bytes they count in 31 bits.
+        if not pairs.is_viewed(axes, arrays[name]) and (obstacle := offset_obstacle(arrays[name])):
             return obstacle
     v_sizes = pool_sizes(LAYOUTS[layout][1], arrays["v_pages"].shape)
     for name, dim in (("head_dim", arrays["q"].shape[-1]), ("v_head_dim", v_sizes["H"])):

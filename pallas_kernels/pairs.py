@@ -74,10 +74,15 @@ _RECIPES = {  # (dtype of values, dtype of products)
 }
 
 
-def view(axes: str, pool: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """A quantised pool as words along the head_dim, without a copy; any other, and where that cannot be, as it is."""
+def is_viewed(axes: str, pool: Shaped[Array, "..."]) -> bool:
+    """Whether a pool is read as words: a quantised one whose dims lie last, and are enough for matrix units."""
     head_dim = pool_sizes(axes, pool.shape)["H"]
-    if not is_quantised(pool.dtype) or axes.endswith("C") or head_dim % 2 or head_dim <= _MATRIX_UNIT:
+    return is_quantised(pool.dtype) and not axes.endswith("C") and head_dim % 2 == 0 and head_dim > _MATRIX_UNIT
+
+
+def view(axes: str, pool: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """The pool as words along the head_dim, without a copy; as it is if `is_viewed` says no."""
+    if not is_viewed(axes, pool):
         return pool
     return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), WORD)
 

@@ -1,8 +1,8 @@
 r"""Decoding with random models of Llama 3's shapes on GPUs: beside the memory ceiling, a dense cache and a mesh.
 
     python examples/benchmarks/llama.py --out examples/benchmarks/results/llama-h200.json
-    python examples/benchmarks/llama.py --shape 8b 70b --devices 2 --only mesh attention \
-        --out examples/benchmarks/results/llama-h200-x2.json
+    python examples/benchmarks/llama.py --shape 8b --devices 2 --only mesh attention \
+        --out examples/benchmarks/results/llama-8b-h200-x2.json
 
 What `--only` chooses from, in this order:
 

@@ -6,6 +6,7 @@ The rows lie on permuted pages of a cache with the layers of Llama 3 8B, and go 
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -50,7 +51,7 @@ def measure(num_rows: int, tokens: int, rounds: int) -> dict[str, Any]:
     cache = jax.device_put(cache, jax.devices()[0])
     table = BlockTable.create(2 * max_pages, PAGE_SIZE, num_rows, 2 * max_pages // num_rows)
     order = jnp.asarray(np.random.default_rng(0).permutation(2 * max_pages), jnp.int32)
-    table = jax.tree.map(lambda leaf: order if leaf is table.free_pages else leaf, table)
+    table = dataclasses.replace(table, free_pages=order)
     table, is_begun = jax.jit(BlockTable.extend)(table, jnp.full(num_rows, tokens, jnp.int32))
     rows = jnp.arange(num_rows)
     array = jax.device_put(jnp.ones(2 * max_pages * PAGE_SIZE * LAYERS * KV_HEADS * HEAD_DIM, jnp.bfloat16))
