@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.decode import Problem, make_problem, measure, measure_ceiling
 from benchmarks.environment import describe
 from benchmarks.peers import Contestant
-from paged_jax import cascade_attention, paged_attention, prefill_attention
+from paged_jax import cascade_attention, cudnn, paged_attention, prefill_attention
 from paged_jax.layouts import take_pages
 from pallas_kernels.cases import PREFILL_CASES, PrefillCase
 from pallas_kernels.layouts import LAYOUTS
@@ -76,7 +76,10 @@ def contestants(case: PrefillCase) -> dict[str, Contestant]:
     at_hand = functools.partial(with_tokens, case)
     context = functools.partial(attend_prefill, max_context=case.max_context)
     ours = {"paged_jax": Contestant(context, at_hand)} | walk
-    if case.tag != "fresh" or len(set(case.query_lengths)) > 1:
+    if case.tag != "fresh":
+        return ours
+    ours |= {"cuDNN, packed": Contestant(attend_packed, at_hand)}
+    if len(set(case.query_lengths)) > 1:
         return ours
     dense = {
         "cuDNN": functools.partial(attend_dense, implementation="cudnn"),
@@ -131,6 +134,16 @@ def attend_dense(problem: Problem, q, cache, table, layer: int, *, implementatio
     """`jax.nn.dot_product_attention` on rows of one length."""
     q, k, v = _by_row(table, q, cache, layer)
     return _packed(jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation))
+
+
+def attend_packed(problem: Problem, q, cache, table, layer: int):  # noqa: ARG001
+    """cuDNN alone on rows of any lengths, packed: what is left of our time goes to what the library adds."""
+    _, k, v = cache
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(table.lengths, dtype=jnp.int32)])
+    rows = (starts, table.lengths)
+    return cudnn.attend(
+        q, k[layer], v[layer], *rows, *rows, scale=q.shape[-1] ** -0.5, is_causal=True, return_lse=False
+    )  # fmt: skip
 
 
 def attend_mha(problem: Problem, q, cache, table, layer: int):  # noqa: ARG001

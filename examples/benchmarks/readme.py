@@ -3,10 +3,16 @@
 python examples/benchmarks/readme.py
 """
 
+import functools
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from pallas_kernels.cases import DECODE_CASES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -60,6 +66,21 @@ def decode_table() -> str:
         + _table(("rows x length", "paged_jax, us", "GB/s", "of the ceiling", *peers), rows)
         + "\n"
     )
+
+
+def shapes_table(*tags: str) -> str:
+    """The kernel alone, on cases that have one of the tags."""
+    results = json.loads((RESULTS / "decode-shapes-h200.json").read_text(encoding="utf-8"))
+    ceiling = results["ceiling_gb_per_s"]
+    rows = []
+    for case in (case for case in DECODE_CASES if not case.tags.isdisjoint(tags)):
+        microseconds = results["cases"][case.name]["microseconds"]["paged_jax"]
+        rate = case.kv_bytes / microseconds / 1e3
+        rows.append(
+            (case.name, f"{case.kv_bytes / 1e6:.0f}", f"{microseconds:.1f}", f"{rate:.0f}", f"{rate / ceiling:.0%}")
+        )
+    head = ("case", "K and V, MB", "us", "GB/s", "of the ceiling")
+    return f"{_where(results)}. Reading memory reaches {ceiling:.0f} GB/s there:\n\n" + _table(head, rows) + "\n"
 
 
 def prefill_table() -> str:
@@ -139,6 +160,17 @@ def write_table() -> str:
         f"Writing K and V of one layer, {sizes['kv_heads']} kv heads x {sizes['head_dim']}, of {sizes['layers']} in a "
         f"step; {_where(results)}:\n\n"
         + _table(("cache and tokens", "XLA's scatter, us", "one Pallas launch, us"), rows)
+        + "\n"
+    )
+
+
+def swap_table() -> str:
+    results = json.loads((RESULTS / "swap-h200.json").read_text(encoding="utf-8"))
+    rows = [(name, f"{rate:.1f}") for name, rate in results["gb_per_s"].items()]
+    return (
+        f"Swapping {results['rows']} rows of {results['tokens']} tokens, {results['bytes'] / 1e9:.1f} GB, to pinned "
+        f"memory of the host and back, beside copies of one array as large; {_where(results)}:\n\n"
+        + _table(("what moves", "GB/s"), rows)
         + "\n"
     )
 
@@ -238,15 +270,21 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "generation": generation_table,
         "decode": decode_table,
+        "models": functools.partial(shapes_table, "model"),
         "prefill": prefill_table,
         "llama": llama_table,
         "mesh": mesh_table,
         "write": write_table,
+        "swap": swap_table,
         "quantised": quantised_table,
         "block table": block_table_table,
         "memory": memory_table,
     },
-    "pallas_kernels/README.md": {"ladder": ladder_table, "counters": counters_table},
+    "pallas_kernels/README.md": {
+        "shapes": functools.partial(shapes_table, "shape", "scaling"),
+        "ladder": ladder_table,
+        "counters": counters_table,
+    },
 }
 
 
