@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels import pairs, softmax
-from pallas_kernels.layouts import pool_index, pool_sizes
+from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable, stack_pools, stack_scales
 from pallas_kernels.quantisation import is_quantised, power_of_two
 
 iota = functools.partial(jnp.arange, dtype=jnp.int32)
@@ -22,16 +22,31 @@ iota = functools.partial(jnp.arange, dtype=jnp.int32)
 _SHORTEST_RUN = 8  # 16 bytes of two-byte values, what one thread loads at once
 
 
+class Pools(NamedTuple):
+    """What kernels read of a cache: arrays outside of a kernel, references to them inside."""
+
+    k: Any  # pool of K, or of pairs of its values
+    v: Any  # pool of V, likewise
+    k_scales: Any  # [L, P, C, K] or None
+    v_scales: Any
+    tables: Any  # [B, M]
+    layer: Any  # [1]
+
+
+class Form(NamedTuple):
+    """What these pools are of; static."""
+
+    axes: tuple[str, str]  # of the pools of K and V
+    dtypes: tuple[np.dtype, np.dtype]  # of their values
+    num_kv_heads: int
+    v_head_dim: int
+
+
 class Keys(NamedTuple):
     """The keys and values of one row and kv head, for the walk over positions [begin, end)."""
 
-    k_ref: Any  # pool of K, or of pairs of its values
-    v_ref: Any  # pool of V, likewise
-    k_scales_ref: Any  # [L, P, C, K] or None
-    v_scales_ref: Any
-    tables_ref: Any  # [B, M]
-    axes: tuple[str, str]  # of the pools
-    dtypes: tuple[np.dtype, np.dtype]  # of their values
+    pools: Pools
+    form: Form
     layer: Int32[Array, ""]
     row: Int32[Array, ""]
     kv_head: Int32[Array, ""]
@@ -45,6 +60,30 @@ class Stretch(NamedTuple):
     first: int | Int32[Array, ""]
     end: int | Int32[Array, ""]
     masked: bool
+
+
+def open_pools(
+    k_pages: Float[Array, "*L P C K H"],
+    v_pages: Float[Array, "*L P C K Hv"],
+    k_scales: Float32[Array, "*L P C K"] | None,
+    v_scales: Float32[Array, "*L P C K"] | None,
+    block_tables: Int32[Array, "B M"],
+    *,
+    layer: int | Int[Array, ""] | None,
+    layout: str,
+) -> tuple[Pools, Form]:
+    """The arguments of a public function, which describes them, as the walk takes them.
+
+    Raises:
+        ValueError: the layout is unknown, or the pools are not of that layout's rank.
+        NotImplementedError: they are too large for the kernels' offsets.
+    """
+    axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
+    sizes = pool_sizes(axes[1], v_pages.shape)
+    form = Form(axes, (k_pages.dtype, v_pages.dtype), sizes["K"], sizes["H"])
+    k_pages, v_pages = pairs.view(axes[0], k_pages), pairs.view(axes[1], v_pages)
+    require_addressable(k_pages, v_pages)
+    return Pools(k_pages, v_pages, stack_scales(k_scales), stack_scales(v_scales), block_tables, layer), form
 
 
 def fold(
@@ -68,24 +107,25 @@ def fold(
     Where a pool is of pairs its tiles are in two parts, of the even and of the odd dims, and so are the queries that
     meet those of K and the output from those of V.
     """
-    page_size, v_head_dim = (pool_sizes(keys.axes[1], keys.v_ref.shape)[axis] for axis in "CH")
+    pools, (k_axes, v_axes), (k_values, v_values) = keys.pools, keys.form.axes, keys.form.dtypes
+    page_size, v_head_dim = (pool_sizes(v_axes, pools.v.shape)[axis] for axis in "CH")
     v_lanes = pl.next_power_of_2(v_head_dim)
     run = math.gcd(tile, page_size)  # cells of one page that lie together in a tile, as long as the walk begins at 0
-    is_in_runs = keys.axes[1].endswith("C") and run >= _SHORTEST_RUN and isinstance(keys.begin, int)
-    k_dtype, v_dtype = (_product_dtype(q.dtype, dtype) for dtype in keys.dtypes)
+    is_in_runs = v_axes.endswith("C") and run >= _SHORTEST_RUN and isinstance(keys.begin, int)
+    k_dtype, v_dtype = (_product_dtype(q.dtype, dtype) for dtype in (k_values, v_values))
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if k_dtype == jnp.float32 else None)
     # Numbers from pairs may be too small by a power of two: half of it goes into the product's other factor, and half
     # into the product, which is so within float32's range in between.
-    is_k_paired, is_v_paired = (ref.dtype == pairs.WORD for ref in (keys.k_ref, keys.v_ref))
-    k_half = 2.0 ** (pairs.shortfall(keys.dtypes[0], k_dtype, ptx=ptx) // 2 if is_k_paired else 0)
-    v_half = 2.0 ** (pairs.shortfall(keys.dtypes[1], v_dtype, ptx=ptx) // 2 if is_v_paired else 0)
+    is_k_paired, is_v_paired = (pool.dtype == pairs.WORD for pool in (pools.k, pools.v))
+    k_half = 2.0 ** (pairs.shortfall(k_values, k_dtype, ptx=ptx) // 2 if is_k_paired else 0)
+    v_half = 2.0 ** (pairs.shortfall(v_values, v_dtype, ptx=ptx) // 2 if is_v_paired else 0)
     q, scale = q * k_half, scale * k_half
     queries = [part.astype(k_dtype) for part in (pairs.split(q) if is_k_paired else (q,))]
     # A positive scale that is all that happens to a score goes into the softmax's unit instead of every score.
     is_scale_all = soft_cap is None and slopes is None and scale > 0
     unit = scale * softmax.LOG2_E if is_scale_all else softmax.LOG2_E
     # Weights times scales of V can be too small for float16: a power of two goes in there, and out at the end.
-    lift = 1.0 if keys.v_scales_ref is None else power_of_two(keys.dtypes[1])
+    lift = 1.0 if pools.v_scales is None else power_of_two(v_values)
 
     def numbers(tile, dtype, product):
         is_paired = tile.dtype == pairs.WORD
@@ -94,15 +134,15 @@ def fold(
     def fold_tile(i, state, *, masked: bool):
         position = keys.begin + i * tile + iota(tile)
         is_live = position < keys.end if masked else None
-        page = load(keys.tables_ref.at[keys.row, lax.div(position, np.int32(page_size))], is_live)
+        page = load(pools.tables.at[keys.row, lax.div(position, np.int32(page_size))], is_live)
         cell = lax.rem(position, np.int32(page_size))
-        load_k = _load_pieces if keys.axes[0].endswith("x") else _load_heads
-        k = load_k(keys, keys.k_ref, keys.axes[0], page, cell, is_live, queries[0].shape[1])
-        k = numbers(k, keys.dtypes[0], k_dtype)
+        load_k = _load_pieces if k_axes.endswith("x") else _load_heads
+        k = load_k(keys, pools.k, k_axes, page, cell, is_live, queries[0].shape[1])
+        k = numbers(k, k_values, k_dtype)
         products = (dot(of_q, of_k, trans_b=True) for of_q, of_k in zip(queries, k, strict=True))
         scores = functools.reduce(jnp.add, products)
-        if keys.k_scales_ref is not None:
-            scores *= _load_scales(keys, keys.k_scales_ref, page, cell, is_live)[None, :]
+        if pools.k_scales is not None:
+            scores *= _load_scales(keys, pools.k_scales, page, cell, is_live)[None, :]
         if not is_scale_all:
             scores = scores * scale
         if soft_cap is not None:
@@ -117,14 +157,14 @@ def fold(
             scores = jnp.where(is_visible, scores, -jnp.inf)
 
         def weigh(weights):
-            if keys.v_scales_ref is not None:
-                weights *= lift * v_half * _load_scales(keys, keys.v_scales_ref, page, cell, is_live)[None, :]
-            return tuple(dot(weights.astype(v_dtype), of_v) for of_v in numbers(v, keys.dtypes[1], v_dtype))
+            if pools.v_scales is not None:
+                weights *= lift * v_half * _load_scales(keys, pools.v_scales, page, cell, is_live)[None, :]
+            return tuple(dot(weights.astype(v_dtype), of_v) for of_v in numbers(v, v_values, v_dtype))
 
         if is_in_runs:
-            v = _load_runs(keys, keys.v_ref, keys.axes[1], i * tile, tile, run, v_lanes, masked=masked)
+            v = _load_runs(keys, pools.v, v_axes, i * tile, tile, run, v_lanes, masked=masked)
         else:
-            v = _load_heads(keys, keys.v_ref, keys.axes[1], page, cell, is_live, v_lanes)
+            v = _load_heads(keys, pools.v, v_axes, page, cell, is_live, v_lanes)
         return softmax.update(state, scores, weigh, unit=unit, masked=masked)
 
     state = softmax.init(q.shape[:1], (v_lanes, v_lanes) if is_v_paired else (v_lanes,))
@@ -177,7 +217,7 @@ def _load_runs(keys: Keys, ref, axes: str, first, tile: int, run: int, lanes: in
     sizes, dim = pool_sizes(axes, ref.shape), iota(lanes)
     start = first + run * iota(tile // run)
     block, cell = lax.div(start, np.int32(sizes["C"])), lax.rem(start, np.int32(sizes["C"]))
-    page = load(keys.tables_ref.at[keys.row, block], start < keys.end if masked else None)
+    page = load(keys.pools.tables.at[keys.row, block], start < keys.end if masked else None)
     cell, position = (array[:, None, None] + iota(run)[None, None, :] for array in (cell, start))
     mask = _all_of(
         (tile // run, lanes, run),

@@ -17,9 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import pairs, partition, parts, softmax, walk
+from pallas_kernels import partition, parts, softmax, walk
 from pallas_kernels.device import INTERPRETED, current_device
-from pallas_kernels.layouts import pool_sizes, require_addressable, stack_pools, stack_scales
 from pallas_kernels.paged_decode import config as configs
 from pallas_kernels.parts import Part
 from pallas_kernels.walk import iota, load
@@ -27,14 +26,9 @@ from pallas_kernels.walk import iota, load
 
 def _fold_kernel(
     # Input
-    layer_ref,  # [1]
+    pools_ref,  # walk.Pools
     window_ref,  # [1] or None
     q_ref,  # [B, N, H]
-    k_ref,  # pool of K
-    v_ref,  # pool of V
-    k_scales_ref,  # [L, P, C, K] or None
-    v_scales_ref,  # [L, P, C, K] or None
-    tables_ref,  # [B, M]
     sinks_ref,  # [N] or None
     slopes_ref,  # [N] or None
     partitions_ref,  # Partitions, R of them
@@ -46,19 +40,17 @@ def _fold_kernel(
     part_lse_ref,  # [R, N]
     arrivals_ref=None,  # [B, K] parts of the row that are done
     *,
-    axes: tuple[str, str],
+    form: walk.Form,
     scale: float,
     soft_cap: float | None,
     tile: int,
-    kv_dtypes: tuple[np.dtype, np.dtype],
     ptx: bool,
 ):
     del arrivals_in_ref
     kv_head, entry = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
-    num_kv_heads, head_dim = pool_sizes(axes[0], k_ref.shape)["K"], q_ref.shape[2]
+    head_dim, group = q_ref.shape[2], q_ref.shape[1] // form.num_kv_heads
 
     # Every array inside has power-of-two sizes: heads and dims past the end are masked lanes.
-    group = q_ref.shape[1] // num_kv_heads
     lane = iota(max(16, pl.next_power_of_2(group)))  # matrix units take at least 16 rows
     head, is_head = kv_head * group + lane, lane < group
     dim = iota(pl.next_power_of_2(head_dim))
@@ -80,20 +72,7 @@ def _fold_kernel(
         out, lse = walk.fold(
             q,
             length - 1,
-            walk.Keys(
-                k_ref,
-                v_ref,
-                k_scales_ref,
-                v_scales_ref,
-                tables_ref,
-                axes,
-                kv_dtypes,
-                layer_ref[0],
-                row,
-                kv_head,
-                begin,
-                length,
-            ),
+            walk.Keys(pools_ref, form, pools_ref.layer[0], row, kv_head, begin, length),
             (walk.Stretch(first, full_end, masked=False), walk.Stretch(full_end, end, masked=True)),
             tile=tile,
             scale=scale,
@@ -176,17 +155,13 @@ def paged_decode(
         config: how to cut the work; None takes what `config.choose` finds for the device.
         interpret: run on any host, for tests; merges in a second launch.
     """
-    axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
-    k_scales, v_scales = stack_scales(k_scales), stack_scales(v_scales)
+    pools, form = walk.open_pools(k_pages, v_pages, k_scales, v_scales, block_tables, layer=layer, layout=layout)
     rows, num_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
-    kv_dtypes = (k_pages.dtype, v_pages.dtype)
-    k_pages, v_pages = pairs.view(axes[0], k_pages), pairs.view(axes[1], v_pages)
-    require_addressable(k_pages, v_pages)
+    num_kv_heads, v_head_dim = form.num_kv_heads, form.v_head_dim
     scale = float(head_dim**-0.5 if scale is None else scale)
     device = INTERPRETED if interpret else current_device()
     group, kv_rows = num_heads // num_kv_heads, rows * num_kv_heads
-    shape = configs.Shape(group, head_dim, v_head_dim, q.dtype.name, kv_dtypes[0].name, layout, kv_rows)
+    shape = configs.Shape(group, head_dim, v_head_dim, q.dtype.name, form.dtypes[0].name, layout, kv_rows)
     config = configs.choose(config, shape, device)
 
     window = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
@@ -200,14 +175,9 @@ def paged_decode(
     arrivals = None if interpret else jnp.zeros((rows, num_kv_heads), jnp.int32)
 
     inputs = (
-        layer,
+        pools,
         window,
         q,
-        k_pages,
-        v_pages,
-        k_scales,
-        v_scales,
-        block_tables,
         sinks,
         alibi_slopes,
         partitions,
@@ -226,11 +196,10 @@ def paged_decode(
     out, lse, *of_parts = pl.pallas_call(
         functools.partial(
             _fold_kernel,
-            axes=axes,
+            form=form,
             scale=scale,
             soft_cap=soft_cap,
             tile=config.tile,
-            kv_dtypes=kv_dtypes,
             ptx=device.ptx,
         ),
         grid=(num_kv_heads, entries),

@@ -20,9 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import pairs, partition, parts, softmax, walk
+from pallas_kernels import partition, parts, softmax, walk
 from pallas_kernels.device import INTERPRETED, current_device
-from pallas_kernels.layouts import pool_sizes, require_addressable, stack_pools, stack_scales
 from pallas_kernels.paged_prefill import config as configs
 from pallas_kernels.paged_prefill import query_tiles
 from pallas_kernels.parts import Part
@@ -31,14 +30,9 @@ from pallas_kernels.walk import iota, load
 
 def _kernel(
     # Input
-    layer_ref,  # [1]
+    pools_ref,  # walk.Pools
     window_ref,  # [1] or None
     q_ref,  # [T, N, H]
-    k_ref,  # pool of K
-    v_ref,  # pool of V
-    k_scales_ref,  # [L, P, C, K] or None
-    v_scales_ref,  # [L, P, C, K] or None
-    tables_ref,  # [B, M]
     lengths_ref,  # [B]
     sinks_ref,  # [N] or None
     slopes_ref,  # [N] or None
@@ -52,18 +46,16 @@ def _kernel(
     part_lse_ref,  # [R, K * width]
     arrivals_ref=None,  # [S, K] parts of the query tile that are done
     *,
-    axes: tuple[str, str],
+    form: walk.Form,
     scale: float,
     soft_cap: float | None,
     config: configs.Config,
-    kv_dtypes: tuple[np.dtype, np.dtype],
     ptx: bool,
 ):
     del arrivals_in_ref
     kv_head, entry = (pl.program_id(axis).astype(jnp.int32) for axis in range(2))
     query_tile, num_tokens, index, count = (ref[entry] for ref in partitions_ref)
-    num_kv_heads, head_dim = pool_sizes(axes[0], k_ref.shape)["K"], q_ref.shape[2]
-    group = q_ref.shape[1] // num_kv_heads
+    head_dim, group = q_ref.shape[2], q_ref.shape[1] // form.num_kv_heads
 
     def fold(queries: int):
         """The output, its log-sum-exp and where they go, of a tile of up to so many tokens."""
@@ -95,20 +87,7 @@ def _kernel(
         out, lse = walk.fold(
             q,
             query,
-            walk.Keys(
-                k_ref,
-                v_ref,
-                k_scales_ref,
-                v_scales_ref,
-                tables_ref,
-                axes,
-                kv_dtypes,
-                layer_ref[0],
-                row,
-                kv_head,
-                begin,
-                end,
-            ),
+            walk.Keys(pools_ref, form, pools_ref.layer[0], row, kv_head, begin, end),
             (
                 *stretches,
                 walk.Stretch(full_first, full_end, masked=False),
@@ -216,16 +195,12 @@ def paged_prefill(
         config: how to cut the work; None takes `config.heuristic`.
         interpret: run on any host, for tests.
     """
-    axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
-    k_scales, v_scales = stack_scales(k_scales), stack_scales(v_scales)
+    pools, form = walk.open_pools(k_pages, v_pages, k_scales, v_scales, block_tables, layer=layer, layout=layout)
     tokens, num_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = (pool_sizes(axes[1], v_pages.shape)[axis] for axis in "KH")
+    num_kv_heads, v_head_dim = form.num_kv_heads, form.v_head_dim
     group = num_heads // num_kv_heads
-    kv_dtypes = (k_pages.dtype, v_pages.dtype)
-    k_pages, v_pages = pairs.view(axes[0], k_pages), pairs.view(axes[1], v_pages)
-    require_addressable(k_pages, v_pages)
     device = INTERPRETED if interpret else current_device()
-    dtypes = (q.dtype.name, kv_dtypes[0].name)
+    dtypes = (q.dtype.name, form.dtypes[0].name)
     shape = configs.Shape(tokens, lengths.size, num_kv_heads, group, head_dim, v_head_dim, *dtypes)
     config = config or configs.heuristic(shape, device)
     if num_partitions is not None:
@@ -246,14 +221,9 @@ def paged_prefill(
     arrivals = None if interpret else jnp.zeros((tiles.row.size, num_kv_heads), jnp.int32)
 
     inputs = (
-        layer,
+        pools,
         window,
         q,
-        k_pages,
-        v_pages,
-        k_scales,
-        v_scales,
-        block_tables,
         lengths,
         sinks,
         alibi_slopes,
@@ -274,11 +244,10 @@ def paged_prefill(
     out, lse, *of_parts = pl.pallas_call(
         functools.partial(
             _kernel,
-            axes=axes,
+            form=form,
             scale=float(head_dim**-0.5 if scale is None else scale),
             soft_cap=soft_cap,
             config=config,
-            kv_dtypes=kv_dtypes,
             ptx=device.ptx,
         ),
         grid=(num_kv_heads, entries),
