@@ -20,7 +20,7 @@ from pallas_kernels.quantisation import is_quantised
 TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a file for each kind of device
 
 _RESIDENT = 4  # programs on a processor at a time: so many hide the latency of memory from each other
-_LARGE_ACCUMULATOR = 8192  # elements, from which on merging many parts takes longer than folding few
+_LARGE_ACCUMULATOR = 8192  # elements, of which one program on a processor does: merging more parts takes longer
 _PARTITIONS_PER_ROW = 1.45  # of many rows: at 1.5 those of mean length would be cut in two, at 1 long ones would last
 
 
@@ -98,22 +98,25 @@ def heuristic(shape: Shape, device: Device) -> Config:
     """A sound choice for any shape and GPU.
 
     The tiles of K and V of all programs that are meant to be resident fit in a processor's shared memory, and wide
-    heads and groups spread their accumulator over more warps. float32 products run without matrix units and want small
+    heads and groups spread their accumulator over more warps. Groups of more than 16 heads do more with each key: fewer
+    programs with larger tiles, whose parts are merged sooner. float32 products run without matrix units and want small
     tiles. Many rows are cut a little, so that the long ones among them do not last when the others are done.
     """
     # What differs meets in float32, but for quantised values, which are exact in any dtype.
     in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not is_quantised(shape.kv_dtype))
-    token_bytes = _token_bytes(shape)
-    tile = 16
-    while tile < (16 if in_float32 else 64) and (2 * tile * token_bytes <= device.shared_memory // _RESIDENT):
-        tile *= 2
-    accumulator = max(16, shape.group) * max(shape.head_dim, shape.v_head_dim)
-    # What is packed is turned within a warp; what is quantised gives warps more to do than to wait for.
     is_narrow = is_quantised(shape.kv_dtype)
+    lanes = max(16, 1 << (shape.group - 1).bit_length())
+    accumulator = lanes * max(shape.head_dim, shape.v_head_dim)
+    programs = _RESIDENT if lanes == 16 else max(1, min(_RESIDENT, _LARGE_ACCUMULATOR // accumulator))
+    largest_tile = 16 if in_float32 else 64 if lanes == 16 or is_narrow else 128
+    room = device.shared_memory // max(2, programs)
+    tile = 16
+    while tile < largest_tile and 2 * tile * _token_bytes(shape) <= room:
+        tile *= 2
+    # What is packed is turned within a warp; what is quantised gives warps more to do than to wait for.
     num_warps = max(1, tile // (64 if shape.layout == "vllm" else 16 if is_narrow else 32))
     while num_warps < 8 and accumulator > 2048 * num_warps * (1 if not in_float32 else 0.5):
         num_warps *= 2
-    programs = _RESIDENT if accumulator < _LARGE_ACCUMULATOR else 1
     if shape.kv_rows > programs * device.processors:
         programs = max(programs, int(_PARTITIONS_PER_ROW * shape.kv_rows) // device.processors)
     return Config(tile, num_warps, num_stages=5 if is_narrow else 4, programs_per_processor=programs)

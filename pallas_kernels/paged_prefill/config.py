@@ -40,9 +40,11 @@ class Config:
 def heuristic(shape: Shape, device: Device) -> Config:
     """A sound choice for any shape: as many tokens in a tile as rows have on average, up to full matrix units.
 
-    Where there are too few query tiles for all processors, all of them may be partitioned. Numbers from an H200: of
-    tiles, warps and stages at 128 lanes and head_dim 128, 64 x 4 x 3 is within 8 % of the best for prompts of 2048
-    and 8192 tokens and for chunks, and 64 x 2 x 3 the best for 4 tokens per row.
+    Where there are too few query tiles for all processors, all of them may be partitioned. Numbers from an H200, of
+    tiles, warps and stages at head_dim 128: with 128 lanes 64 x 4 x 3 is within 8 % of the best for prompts and chunks;
+    64 x 2 x 3 is within 1 % for 4 and 8 tokens per row, where twice the warps at 8 tokens take 1.4 times as long; and
+    64 x 4 x 5 is the best for 16, since registers let only two programs of 64 lanes share a processor, and each must
+    have more under way.
     """
     group, widest = shape.group, max(shape.head_dim, shape.v_head_dim)
     # What differs meets in float32: without matrix units, accumulators fill the registers.
@@ -58,8 +60,9 @@ def heuristic(shape: Shape, device: Device) -> Config:
     if in_float32:
         return Config(queries, few, tile=16, num_warps=4, num_stages=2)
     lanes = queries * group
-    num_warps = 8 if lanes * widest > _LANES * 128 else 4 if lanes > 16 or widest > 128 else 2
-    return Config(queries, few, tile=64 if widest <= 128 else 32, num_warps=num_warps, num_stages=3)
+    num_warps = 8 if lanes * widest > _LANES * 128 else 4 if lanes > 32 or widest > 128 else 2
+    num_stages = 5 if lanes == _FEW_LANES else 3
+    return Config(queries, few, tile=64 if widest <= 128 else 32, num_warps=num_warps, num_stages=num_stages)
 
 
 def num_partitions(num_kv_heads: int, device: Device) -> int:

@@ -40,8 +40,20 @@ def test_the_resident_programs_tiles_fit_shared_memory(device):
         tile_bytes = chosen.tile * (shape.head_dim + shape.v_head_dim) * jnp.dtype(shape.kv_dtype).itemsize
         assert chosen.tile >= 16, "matrix units take at least 16 rows"
         assert chosen.tile & (chosen.tile - 1) == 0
-        assert chosen.tile == 16 or 4 * tile_bytes <= device.shared_memory, chosen
+        resident = 4 if shape.group <= 16 else min(4, chosen.programs_per_processor)
+        assert chosen.tile == 16 or resident * tile_bytes <= device.shared_memory, chosen
+        under_way = chosen.num_stages // 2
+        assert chosen.tile == 16 or under_way * tile_bytes <= device.shared_memory, chosen
         assert tile_bytes <= device.shared_memory, chosen
+
+
+@every_device
+def test_wide_groups_have_fewer_programs_with_larger_tiles(device):
+    few, many = (config.heuristic(LLAMA._replace(group=group, kv_rows=8), device) for group in (16, 64))
+    assert many.tile >= few.tile
+    assert many.programs_per_processor == 1 < few.programs_per_processor
+    # Lanes are what counts: 33 heads take as many as 64.
+    assert config.heuristic(LLAMA._replace(group=33, kv_rows=8), device) == many
 
 
 @every_device
