@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from paged_jax import attention_xla, backends
 from paged_jax.block_table import BlockTable
 from paged_jax.cache import PagedCache
-from paged_jax.cache_check import FLOATS, validate_layer, validate_table
-from paged_jax.integers import as_int32
-from pallas_kernels import softmax
+from paged_jax.cache_check import validate_table
+from pallas_kernels import arguments, softmax
+from pallas_kernels.integers import as_int32
 
 
 def paged_attention(
@@ -74,17 +72,12 @@ def paged_attention(
     """
     q = jnp.asarray(q)
     query_lengths = None if query_lengths is None else as_int32("query_lengths", query_lengths)
-    _validate_queries(q, cache, table, query_lengths)
+    _validate_rows(q, cache, table, query_lengths)
     num_heads, head_dim = q.shape[1:]
     if implementation is not None and implementation not in backends.IMPLEMENTATIONS:
         known = ", ".join(map(repr, backends.IMPLEMENTATIONS))
         raise ValueError(f"implementation: expected None or one of {known}, got {implementation!r}")
-    if num_partitions is not None and (not _is_int(num_partitions) or num_partitions < 1):
-        raise ValueError(f"num_partitions: expected None or a positive int, got {num_partitions!r}")
-    scale = head_dim**-0.5 if scale is None else _validate_number("scale", scale)
-    if soft_cap is not None and (soft_cap := _validate_number("soft_cap", soft_cap)) <= 0:
-        raise ValueError(f"soft_cap: expected a positive number, got {soft_cap}")
-
+    scale, soft_cap = arguments.validate_options(scale, soft_cap, num_partitions, head_dim)
     arrays = {
         "q": q,
         "k_pages": cache.k,
@@ -94,10 +87,10 @@ def paged_attention(
         "block_tables": table.pages,
         "lengths": table.lengths,
         "query_lengths": query_lengths,
-        "layer": validate_layer(layer, cache.num_layers),
-        "window": None if window is None else _validate_window(window),
-        "sinks": None if sinks is None else _validate_per_head("sinks", sinks, num_heads),
-        "alibi_slopes": None if alibi_slopes is None else _validate_per_head("alibi_slopes", alibi_slopes, num_heads),
+        "layer": arguments.validate_layer(layer, cache.num_layers),
+        "window": arguments.validate_window(window),
+        "sinks": arguments.validate_per_head("sinks", sinks, num_heads),
+        "alibi_slopes": arguments.validate_per_head("alibi_slopes", alibi_slopes, num_heads),
     }
     attend = functools.partial(
         _attend,
@@ -107,7 +100,7 @@ def paged_attention(
         num_partitions=num_partitions,
         implementation=implementation,
     )
-    out, lse = forward_only(attend, arrays)
+    out, lse = arguments.forward_only(attend, arrays)
     return (out, lse) if return_lse else out
 
 
@@ -134,8 +127,9 @@ def merge_attention(
         if len({jnp.shape(part) for part in parts}) > 1:
             raise ValueError(f"{name}: expected parts of one shape, got {[jnp.shape(part) for part in parts]}")
     outs, lses = jnp.asarray(outs), jnp.asarray(lses)
-    if not jnp.issubdtype(outs.dtype, jnp.floating):
-        raise ValueError(f"outs: expected a floating dtype, got {outs.dtype}")
+    for name, array in (("outs", outs), ("lses", lses)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name}: expected a floating dtype, got {array.dtype}")
     if outs.ndim < 2 or outs.shape[0] < 1 or lses.shape != outs.shape[:-1]:
         raise ValueError(
             f"merge_attention: expected outs [S, .., N, Hv] and lses [S, .., N] with S >= 1, "
@@ -145,35 +139,14 @@ def merge_attention(
     return out.astype(outs.dtype), lse
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def forward_only(attend, arrays):
-    """`attend(arrays)`, which says so when it is differentiated."""
-    return attend(arrays)
-
-
-@forward_only.defjvp
-def _refuse_to_differentiate(attend, primals, tangents):
-    raise NotImplementedError(
-        "paged_attention is forward only: it cannot be differentiated. Train with dense attention, or stop the "
-        "gradient (jax.lax.stop_gradient) before q, the cache, sinks and slopes."
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("layout", "scale", "soft_cap", "num_partitions", "implementation"))
 def _attend(arrays, **static):  # jitted, so that the layers of an unrolled model share one trace
     return backends.attend(arrays, reference=attention_xla.attend, **static)
 
 
-def _validate_queries(q, cache: PagedCache, table: BlockTable, query_lengths) -> None:
+def _validate_rows(q, cache: PagedCache, table: BlockTable, query_lengths) -> None:
     validate_table(cache, table)
-    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
-    if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] < 1 or q.shape[1] % num_kv_heads:
-        raise ValueError(
-            f"q: expected shape [tokens, heads, head_dim] with head_dim {head_dim} and heads a multiple of the cache's "
-            f"{num_kv_heads} kv heads, got {q.shape}"
-        )
-    if q.dtype.name not in FLOATS:
-        raise ValueError(f"q: expected dtype {', '.join(FLOATS)}, got {q.dtype}")
+    arguments.validate_queries(q, cache.num_kv_heads, cache.head_dim)
     if query_lengths is None:
         if q.shape[0] != table.max_rows:
             raise ValueError(
@@ -186,32 +159,3 @@ def _validate_queries(q, cache: PagedCache, table: BlockTable, query_lengths) ->
             f"query_lengths: expected one count for each of the table's {table.max_rows} rows, "
             f"got shape {query_lengths.shape}"
         )
-
-
-def _validate_window(window):
-    if _is_int(window) and window < 1:
-        raise ValueError(f"window: expected an int of at least 1, got {window}")
-    array = as_int32("window", window)
-    if array.shape != ():
-        raise ValueError(f"window: expected an int or an integer scalar, got shape {array.shape}")
-    return array
-
-
-def _validate_per_head(name: str, array, num_heads: int):
-    array = jnp.asarray(array)
-    if array.shape != (num_heads,) or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{name}: expected a floating array with one entry for each of {num_heads} query heads, "
-            f"got {array.dtype}{list(array.shape)}"
-        )
-    return array
-
-
-def _validate_number(name: str, value) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite Python number (it is static), got {value!r}")
-    return float(value)
-
-
-def _is_int(value) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -101,7 +101,7 @@ def _decode_tiles(lengths: Int32[Array, " B"]) -> _QueryTiles:
 def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"], num_tokens: int) -> _QueryTiles:
     """Cuts each row's packed tokens into query tiles; rows without tokens get none."""
     rows = lengths.size
-    mean_queries = max(1, num_tokens // rows)
+    mean_queries = max(1, num_tokens // max(1, rows))
     queries = min(_MAX_QUERIES_PER_TILE, 1 << (mean_queries - 1).bit_length())
     num_tiles = num_tokens // queries + min(rows, num_tokens)  # each row may leave one tile partly filled
 

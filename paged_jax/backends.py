@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtyping import Array
 import pallas_kernels
 from paged_jax import platform_choice
 from pallas_kernels import pairs
+from pallas_kernels.arguments import head_dim_obstacle
 from pallas_kernels.layouts import LAYOUTS, offset_obstacle, pool_sizes
 
 _MANY_TOKENS = 512  # of a write, from which on one launch is faster than XLA's two
@@ -40,12 +42,12 @@ def attend(
     def xla(arrays):
         return reference(**arrays, **static)
 
-    def triton(arrays, interpret=False):
-        arguments = arrays | static
+    def triton(arrays, **where):
+        arguments = arrays | static | where
         if arguments["query_lengths"] is None:
             del arguments["query_lengths"]
-            return pallas_kernels.paged_decode(**arguments, return_lse=True, interpret=interpret)
-        return pallas_kernels.paged_prefill(**arguments, return_lse=True, interpret=interpret)
+            return pallas_kernels.paged_decode(**arguments, return_lse=True)
+        return pallas_kernels.paged_prefill(**arguments, return_lse=True)
 
     obstacle = _obstacle(arrays, static["layout"])
     if obstacle and implementation not in (None, "xla"):
@@ -76,7 +78,7 @@ def write(
     def xla(arrays):
         return reference(**arrays, layout=layout)
 
-    def triton(arrays, interpret=False):
+    def triton(arrays, *, interpret=False, **_):  # its instructions are the same for all platforms
         return pallas_kernels.cache_write(**arrays, layout=layout, interpret=interpret)
 
     is_kernel_faster = arrays["k_scales"] is not None or arrays["slots"].size >= _MANY_TOKENS
@@ -87,7 +89,7 @@ def write(
 def _run(
     arrays: dict[str, Any],
     xla: Callable,
-    triton: Callable,  # (arrays, interpret=False)
+    triton: Callable,  # (arrays, platform=) or (arrays, interpret=)
     implementation: str | None,
     *,
     is_xla_better: bool,
@@ -97,7 +99,8 @@ def _run(
         return xla(arrays)
     if implementation == "triton_interpret":
         return triton(arrays, interpret=True)
-    return platform_choice.choose(triton, _refuse if implementation == "triton" else xla, arrays)
+    kernels = {name: functools.partial(triton, platform=name) for name in platform_choice.GPU_PLATFORMS}
+    return platform_choice.choose(kernels, _refuse if implementation == "triton" else xla, arrays)
 
 
 def _refuse(arrays):
@@ -114,7 +117,4 @@ def _obstacle(arrays: dict[str, Any], layout: str) -> str | None:
         if not pairs.is_viewed(axes, arrays[name]) and (obstacle := offset_obstacle(arrays[name])):
             return obstacle
     v_sizes = pool_sizes(LAYOUTS[layout][1], arrays["v_pages"].shape)
-    for name, dim in (("head_dim", arrays["q"].shape[-1]), ("v_head_dim", v_sizes["H"])):
-        if not (16 <= dim <= 256 and dim % 8 == 0):
-            return f"takes a {name} that is a multiple of 8 from 16 to 256, not {dim}"
-    return None
+    return head_dim_obstacle(arrays["q"].shape[-1], v_sizes["H"])

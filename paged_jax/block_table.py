@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from paged_jax.integers import as_int32, require_int32_slots, require_positive
+from paged_jax.integers import require_int32_slots, require_positive
 from paged_jax.table_check import check_table
+from pallas_kernels.integers import as_int32
 
 if TYPE_CHECKING:
     from paged_jax.step import PagedStep

@@ -20,12 +20,13 @@ from paged_jax.block_table import BlockTable, PageCopies
 from paged_jax.cache_check import (
     check_slots,
     validate_device,
-    validate_layer,
     validate_pools,
     validate_sizes,
     validate_table,
 )
-from paged_jax.integers import as_int32, require_int32_slots
+from paged_jax.integers import require_int32_slots
+from pallas_kernels.arguments import validate_layer
+from pallas_kernels.integers import as_int32
 from pallas_kernels.quantisation import is_quantised
 
 
@@ -241,20 +242,23 @@ class PagedCache:
         return gather(self.k, k_axes, self.k_scale), gather(self.v, v_axes, self.v_scale)
 
     def copy_pages(self, copies: PageCopies) -> PagedCache:
-        """Copies whole pages, scales too, in every layer; padding entries do nothing.
+        """Copies whole pages, scales too, in every layer; entries with a page outside [0, P) do nothing.
 
         Costs by the copies that are real: nothing when there are none. In place where the cache is donated.
 
         Raises:
-            ValueError: the pools are not as their layout says.
+            ValueError: `copies` are not two integer arrays of one size, or the pools are not as their layout says.
         """
         validate_pools(self)
+        src, dst = (as_int32(f"copies.{name}", getattr(copies, name)) for name in ("src", "dst"))
+        if src.ndim != 1 or src.shape != dst.shape:
+            raise ValueError(f"copies: expected src [n] and dst [n], got shapes {src.shape} and {dst.shape}")
 
         def copy(pool, axis, entry):
-            page = lax.dynamic_slice_in_dim(pool, copies.src[entry], 1, axis)
-            return lax.dynamic_update_slice_in_dim(pool, page, copies.dst[entry], axis)
+            page = lax.dynamic_slice_in_dim(pool, src[entry], 1, axis)
+            return lax.dynamic_update_slice_in_dim(pool, page, dst[entry], axis)
 
-        is_real = (copies.src < self.num_pages) & (copies.dst < self.num_pages)
+        is_real = (src >= 0) & (src < self.num_pages) & (dst >= 0) & (dst < self.num_pages)
         return self._edit_pages(is_real, copy)
 
     def zero_pages(self, pages: Bool[Array, " P"]) -> PagedCache:

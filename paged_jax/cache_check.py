@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Int, Int32
+from jaxtyping import ArrayLike, Int
 
 from paged_jax import layouts
 from paged_jax.integers import require_positive
-from pallas_kernels.quantisation import LARGEST, is_quantised
+from pallas_kernels.arguments import DTYPES
+from pallas_kernels.quantisation import is_quantised
 
 if TYPE_CHECKING:
     from paged_jax.block_table import BlockTable
     from paged_jax.cache import PagedCache
-
-FLOATS = ("float32", "bfloat16", "float16")  # of queries, keys and values
-DTYPES = (*FLOATS, *LARGEST)  # of a cache
 
 
 def validate_sizes(dtype, head_dim: int, v_head_dim: int | None, **sizes: int) -> tuple[np.dtype, int]:
@@ -51,16 +49,6 @@ def device_dtypes(device: Any) -> tuple[str, ...]:
     capability = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))  # AMD's are names
     is_older = capability is not None and float(capability[0]) < 8.9
     return tuple(name for name in DTYPES if not (is_older and name == "float8_e4m3fn"))
-
-
-def validate_layer(layer: ArrayLike, num_layers: int) -> Int32[Array, ""]:
-    """The layer as an int32 scalar; an int outside [0, num_layers) is a ValueError (a traced one cannot be seen)."""
-    if isinstance(layer, (int, np.integer)) and not 0 <= layer < num_layers:
-        raise ValueError(f"layer: expected an int in [0, {num_layers}), got {layer}")
-    layer = jnp.asarray(layer)
-    if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
-        raise ValueError(f"layer: expected an int or an integer scalar, got {layer.dtype}{list(layer.shape)}")
-    return layer.astype(jnp.int32)
 
 
 def validate_pools(cache: PagedCache) -> None:

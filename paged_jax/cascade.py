@@ -50,6 +50,7 @@ def cascade_attention(
     Raises:
         ValueError, NotImplementedError: as `paged_attention`.
     """
+    q = jnp.asarray(q)
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "implementation": implementation}
     num_shared = shared_blocks(table)
 

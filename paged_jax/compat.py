@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from paged_jax import attention
 from paged_jax.block_table import BlockTable
 from paged_jax.cache import PagedCache
-from paged_jax.integers import as_int32
+from pallas_kernels.integers import as_int32
 from pallas_kernels.quantisation import is_quantised
 
 _HIGHEST_MASK_VALUE = -1e4  # below it a masked key has no weight beside any usual logit

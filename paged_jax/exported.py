@@ -8,9 +8,10 @@ import jax.export
 
 from paged_jax.block_table import BlockTable, PageCopies
 from paged_jax.cache import PagedCache
+from paged_jax.decode import DecodeResult
 from paged_jax.step import PagedStep
 
-for _pytree in (BlockTable, PageCopies, PagedCache, PagedStep):
+for _pytree in (BlockTable, PageCopies, PagedCache, PagedStep, DecodeResult):
     jax.export.register_pytree_node_serialization(
         _pytree,
         serialized_name=f"paged_jax.{_pytree.__name__}",

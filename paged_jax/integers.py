@@ -1,11 +1,8 @@
-"""Integers from users: sizes that must be positive, and arrays brought to int32 without wrapping around."""
+"""Sizes from users: positive ints, of which int32 can count what they make."""
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Int32
 
 _INT32_MAX = 2**31 - 1
 
@@ -24,18 +21,3 @@ def require_int32_slots(num_pages: int, page_size: int) -> None:
             f"pages: slots and positions are int32, expected at most {_INT32_MAX} tokens, "
             f"got {num_pages} pages of {page_size}"
         )
-
-
-def as_int32(name: str, array: ArrayLike) -> Int32[Array, "..."]:
-    """The integers as int32; those that do not fit become the nearest that does, and so stay out of range.
-
-    Raises:
-        ValueError: `array` is not of an integer dtype.
-    """
-    if not isinstance(array, jax.Array):  # to numpy first: JAX would let a large integer wrap around
-        array = np.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected an integer dtype, got {array.dtype}{list(array.shape)}")
-    if jnp.iinfo(array.dtype).max > _INT32_MAX:
-        array = array.clip(max(jnp.iinfo(array.dtype).min, -_INT32_MAX - 1), _INT32_MAX)
-    return jnp.asarray(array).astype(jnp.int32)

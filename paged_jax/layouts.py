@@ -103,8 +103,12 @@ def convert(cache: PagedCache, layout: str) -> PagedCache:
     """The same cache in another layout; it copies both pools, unless they have that layout already.
 
     Raises:
-        ValueError: the layout is unknown, or packs more bytes together than a head_dim divides into.
+        ValueError: the layout is unknown, or packs more bytes together than a head_dim divides into; or the pools are
+            not as their own layout says.
     """
+    from paged_jax.cache_check import validate_pools  # which asks this module for the shapes of pools
+
+    validate_pools(cache)
     sizes = pool_sizes(pool_axes(cache.layout)[0], cache.k.shape)
     shapes = pool_shapes(layout, cache.k.dtype, v_head_dim=cache.v_head_dim, **sizes)
     k, v = (

@@ -1,4 +1,4 @@
-"""One function for some platforms and another for the rest: chosen when the caller's program is lowered.
+"""One function for each of some platforms and another for the rest: chosen when the caller's program is lowered.
 
 `jax.lax.platform_dependent` chooses too, but a program exported for several platforms at once holds all branches, and
 JAX lowers each of them for all platforms: a kernel that only GPUs can lower then fails for the others. A primitive
@@ -8,7 +8,7 @@ has one rule per platform, and each is lowered for its own alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,36 +18,39 @@ from jax.interpreters import batching, mlir
 GPU_PLATFORMS = ("cuda", "rocm")
 
 
-def choose(
-    special: Callable[..., Any],
-    other: Callable[..., Any],
-    operands: Any,
-    platforms: tuple[str, ...] = GPU_PLATFORMS,
-) -> Any:
-    """`special(operands)` where lowered for one of the platforms, `other(operands)` where lowered for anything else.
+def choose(branches: Mapping[str, Callable[..., Any]], other: Callable[..., Any], operands: Any) -> Any:
+    """`branches[platform](operands)` where lowered for one of its platforms, `other(operands)` for anything else.
 
     Args:
-        special, other: functions of the operands, with outputs of the same structure, shapes and dtypes.
+        branches: for some of `GPU_PLATFORMS`, functions of the operands. The first is traced at once, which gives the
+            outputs' shapes; the others and `other`, whose outputs must be alike, when they are lowered.
         operands: a pytree of arrays.
-        platforms: some of `GPU_PLATFORMS`.
     """
     leaves, structure = jax.tree.flatten(operands)
-    traced, outputs = jax.make_jaxpr(special, return_shape=True)(operands)  # once: for the shapes and for the program
+    (first, function), *rest = branches.items()
+    traced, outputs = jax.make_jaxpr(function, return_shape=True)(operands)
 
-    def flat_other(*leaves):
-        return jax.tree.leaves(other(structure.unflatten(leaves)))
+    def flat(function):
+        return lambda *leaves: jax.tree.leaves(function(structure.unflatten(leaves)))
 
-    return jax.tree.structure(outputs).unflatten(
-        _choice.bind(*leaves, special=traced, other=flat_other, platforms=platforms)
+    outs = _choice.bind(
+        *leaves,
+        first=first,
+        traced=traced,
+        rest=tuple((platform, flat(function)) for platform, function in rest),
+        other=flat(other),
     )
+    return jax.tree.structure(outputs).unflatten(outs)
 
 
 _choice = Primitive("paged_jax_platform_choice")
 _choice.multiple_results = True
 
 
-def _run_on(platform: str, *leaves, special: ClosedJaxpr, other, platforms):
-    return jaxpr_as_fun(special)(*leaves) if platform in platforms else other(*leaves)
+def _run_on(platform: str, *leaves, first: str, traced: ClosedJaxpr, rest, other):
+    if platform == first:
+        return jaxpr_as_fun(traced)(*leaves)
+    return dict(rest).get(platform, other)(*leaves)
 
 
 @_choice.def_impl
@@ -57,16 +60,17 @@ def _run(*leaves, **choices):  # not traced: under `jax.disable_jit`
 
 
 @_choice.def_abstract_eval
-def _shapes(*leaves, special, **choices):  # noqa: ARG001
-    return special.out_avals
+def _shapes(*leaves, traced, **choices):  # noqa: ARG001
+    return traced.out_avals
 
 
-def _vectorise(leaves, axes, *, special, other, platforms):
+def _vectorise(leaves, axes, *, first, traced, rest, other):
     outs = _choice.bind(
         *leaves,
-        special=jax.make_jaxpr(jax.vmap(jaxpr_as_fun(special), axes))(*leaves),
+        first=first,
+        traced=jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced), axes))(*leaves),
+        rest=tuple((platform, jax.vmap(function, axes)) for platform, function in rest),
         other=jax.vmap(other, axes),
-        platforms=platforms,
     )
     return outs, [0] * len(outs)
 

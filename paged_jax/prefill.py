@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from paged_jax import cudnn, layouts, platform_choice
-from paged_jax.attention import forward_only, merge_attention, paged_attention
+from paged_jax.attention import merge_attention, paged_attention
 from paged_jax.block_table import BlockTable, packed_rows
 from paged_jax.cache import PagedCache
-from paged_jax.cache_check import validate_layer
-from paged_jax.integers import as_int32
-from pallas_kernels import softmax
+from pallas_kernels import arguments, softmax
+from pallas_kernels.integers import as_int32
 from pallas_kernels.token_fill import token_fill
 
 _MANY_TOKENS = 512  # below, launching several kernels costs more than dense attention gains
@@ -48,19 +48,34 @@ def prefill_attention(
     Args:
         k, v: of the tokens of q, as `cache.write` took them.
         max_context: how many tokens any row of the step held before it, at most; static. 0: all are fresh prompts, and
-            no page is read. None: what the table has room for. A row that held more gets NaN.
+            no page is read. None: what the table has room for. A row that held more gets NaN, and so does one that
+            has more tokens in the step than it holds.
         implementation: None follows the rule and the platform; one of those of `paged_attention` walks the pages.
 
     The other arguments, the result and the errors are those of `paged_attention`.
     """
     room = table.max_blocks_per_row * table.page_size
-    max_context = room if max_context is None else max_context
-    if isinstance(max_context, bool) or not isinstance(max_context, int) or max_context < 0:
+    if max_context is not None and (
+        isinstance(max_context, bool) or not isinstance(max_context, (int, np.integer)) or max_context < 0
+    ):
         raise ValueError(f"max_context: expected None or an int of at least 0 (it is static), got {max_context!r}")
+    max_context = room if max_context is None else min(int(max_context), room)
+    q, k, v = (jnp.asarray(array) for array in (q, k, v))
+    arguments.validate_queries(q, cache.num_kv_heads, cache.head_dim)
     for name, array, dim in (("k", k, cache.head_dim), ("v", v, cache.v_head_dim)):
         expected = (q.shape[0], cache.num_kv_heads, dim)
-        if array.shape != expected:
-            raise ValueError(f"{name}: expected shape {expected}, as the tokens were written, got {array.shape}")
+        if array.shape != expected or array.dtype.name not in arguments.FLOATS:
+            raise ValueError(
+                f"{name}: expected a floating array of shape {expected}, as the tokens were written, "
+                f"got {array.dtype}{list(array.shape)}"
+            )
+    arrays = {
+        "query_lengths": as_int32("query_lengths", query_lengths),
+        "layer": arguments.validate_layer(layer, cache.num_layers),
+        "window": arguments.validate_window(window),
+        "sinks": arguments.validate_per_head("sinks", sinks, q.shape[1]),
+        "alibi_slopes": arguments.validate_per_head("alibi_slopes", alibi_slopes, q.shape[1]),
+    }
 
     def walk(operands):
         q, _, _, cache, table, arrays = operands
@@ -75,35 +90,45 @@ def prefill_attention(
             **arrays,
         )
 
-    arrays = {"query_lengths": as_int32("query_lengths", query_lengths), "layer": layer, "window": window}
-    arrays |= {"sinks": None if sinks is None else jnp.asarray(sinks)}
-    operands = (q, k, v, cache, table, arrays | {"alibi_slopes": alibi_slopes})
+    operands = (q, k, v, cache, table, arrays)
     jax.eval_shape(walk, operands)  # whichever way is taken, the same mistakes are found
-    max_context = min(max_context, room)
     is_plain = window is None and soft_cap is None and alibi_slopes is None
-    is_common = is_plain and q.dtype == k.dtype == v.dtype == cache.k.dtype and cache.v_head_dim == cache.head_dim
-    way = prefill_way(q, rows=table.max_rows, max_context=max_context) if is_common else "paged"
+    way = prefill_way(q, k, v, cache, rows=table.max_rows, max_context=max_context, is_plain=is_plain)
     if implementation is not None or way == "paged" or not cudnn.is_there(table.max_rows):
-        return walk(operands)
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-
-    def dense(operands):
-        return _attend_densely(operands, max_context=max_context, scale=scale, return_lse=return_lse)
-
-    return forward_only(functools.partial(platform_choice.choose, dense, walk, platforms=("cuda",)), operands)
+        return arguments.forward_only(walk, operands)
+    dense = functools.partial(
+        _attend_densely,
+        max_context=max_context,
+        scale=arguments.validate_options(scale, None, None, cache.head_dim)[0],
+        return_lse=return_lse,
+    )
+    return arguments.forward_only(functools.partial(platform_choice.choose, {"cuda": dense}, walk), operands)
 
 
 def prefill_way(
-    q: Float[Array, "T N H"], *, rows: int, max_context: int
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K Hv"],
+    cache: PagedCache,
+    *,
+    rows: int,
+    max_context: int,
+    is_plain: bool,
 ) -> Literal["dense", "dense and gathered", "paged"]:
     """How `prefill_attention` attends on a CUDA device with cuDNN (for several rows a Hopper), from static shapes.
 
     "dense" where no row has earlier tokens; "dense and gathered" where copying those of all rows costs little beside
-    attending to them; "paged" for few tokens, and for what cuDNN lacks: a window, soft cap or ALiBi, float32, a
-    quantised cache, K and V of different head_dims, a head_dim over 128 or not a multiple of 8.
+    attending to them; "paged" for few tokens, and for what cuDNN lacks: float32, a cache of another dtype than the
+    tokens, K and V of different head_dims, a head_dim over 128 or not a multiple of 8.
+
+    Args:
+        is_plain: there is no window, soft cap or ALiBi, of which cuDNN has none; otherwise "paged".
     """
     tokens, _, head_dim = q.shape
-    if q.dtype.name not in cudnn.DTYPES or head_dim > cudnn.MAX_HEAD_DIM or head_dim % 8 or tokens < _MANY_TOKENS:
+    is_common = q.dtype == k.dtype == v.dtype == cache.k.dtype == cache.v.dtype and cache.v_head_dim == cache.head_dim
+    if not (is_plain and is_common) or tokens < _MANY_TOKENS:
+        return "paged"
+    if q.dtype.name not in cudnn.DTYPES or head_dim > cudnn.MAX_HEAD_DIM or head_dim % 8:
         return "paged"
     if max_context == 0:
         return "dense"
@@ -119,7 +144,7 @@ def _attend_densely(operands, *, max_context: int, scale: float, return_lse: boo
     lengths = jnp.diff(starts)
     row = packed_rows(ends, num_tokens)
     offset = jnp.arange(num_tokens, dtype=jnp.int32) - starts[row]
-    context = table.lengths - lengths
+    context = table.lengths - jnp.maximum(arrays["query_lengths"], 0)  # as it is, though tokens beyond T are no row's
 
     def by_token(lse):  # [B, T, N] by row and token of the row → [T, N]
         return lse.at[row, offset].get(mode="fill", fill_value=-jnp.inf)
@@ -129,8 +154,7 @@ def _attend_densely(operands, *, max_context: int, scale: float, return_lse: boo
     result = attend(k, v, starts, lengths, starts, lengths, is_causal=True, return_lse=is_lse_wanted)
     out, lse = (result[0], by_token(result[1])) if is_lse_wanted else (result, jnp.zeros(()))
     if max_context:
-        layer = validate_layer(arrays["layer"], cache.num_layers)
-        keys, values = _gather_context(cache, table, layer, context, max_context)
+        keys, values = _gather_context(cache, table, arrays["layer"], context, max_context)
         size = keys.shape[0] // rows
         key_starts, held = jnp.arange(rows + 1, dtype=jnp.int32) * size, jnp.clip(context, 0, size)
         context_out, context_lse = attend(

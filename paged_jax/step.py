@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 from paged_jax.block_table import BlockTable, packed_rows
-from paged_jax.integers import as_int32, require_positive
+from paged_jax.integers import require_positive
+from pallas_kernels.integers import as_int32
 
 
 @functools.partial(

@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Int, Int32
 from paged_jax.block_table import BlockTable, packed_rows
 from paged_jax.cache import PagedCache
 from paged_jax.cache_check import validate_pools, validate_table
-from paged_jax.integers import as_int32, require_positive
+from paged_jax.integers import require_positive
+from pallas_kernels.integers import as_int32
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["pool", "lengths"], meta_fields=[])
@@ -150,6 +151,8 @@ def _packed_pages(
     table: BlockTable, row: Int32[Array, " n"], blocks: Int32[Array, " n"], size: int
 ) -> Int32[Array, " size"]:
     """The page of each entry's blocks, entry after entry; padding for those of no row and past the last block."""
+    if not blocks.size:  # of no rows nothing can be gathered
+        return jnp.full(size, table.num_pages, jnp.int32)
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
     entry = packed_rows(ends, size)
     block = jnp.arange(size, dtype=jnp.int32) - (ends - blocks).at[entry].get(mode="fill", fill_value=0)

@@ -20,12 +20,14 @@ def check_block_tables(
     """Checks raw arrays as `pallas_kernels.paged_decode` takes them; entries past a row's last block may be anything.
 
     Raises:
-        ValueError: shapes do not fit, a length is outside [0, M·page_size], or a page that a row reads is outside
-            [0, num_pages) or stands in two of its blocks; names row and block.
+        ValueError: shapes or dtypes do not fit, a length is outside [0, M·page_size], or a page that a row reads is
+            outside [0, num_pages) or stands in two of its blocks; names row and block.
     """
     pages, lengths = np.asarray(block_tables), np.asarray(lengths)
     if pages.ndim != 2 or lengths.shape != pages.shape[:1]:
         raise ValueError(f"block_tables, lengths: expected shapes [B, M], [B], got {pages.shape}, {lengths.shape}")
+    if not all(np.issubdtype(array.dtype, np.integer) for array in (pages, lengths)):
+        raise ValueError(f"block_tables, lengths: expected integer dtypes, got {pages.dtype} and {lengths.dtype}")
     _check_rows(pages, lengths, num_pages, page_size)
 
 
@@ -99,6 +101,7 @@ def check_table(table: BlockTable) -> None:
 def _check_rows(pages: np.ndarray, lengths: np.ndarray, num_pages: int, page_size: int) -> Bool[np.ndarray, "B M"]:
     """Checks lengths and the pages that rows read; returns which entries those are."""
     num_rows, width = pages.shape
+    lengths = lengths.astype(np.int64)  # unsigned ones would wrap around below
     for row in np.flatnonzero((lengths < 0) | (lengths > width * page_size)):
         raise ValueError(f"row {row}: expected a length in [0, {width * page_size}], got {lengths[row]}")
     is_held = np.arange(width) < -(-lengths[:, None] // page_size)

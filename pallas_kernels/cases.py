@@ -95,6 +95,7 @@ DECODE_CASES = (
     _model("Qwen 2.5 7B, group 7", (28, 4), 128),
     _model("Qwen 3 8B", (32, 8), 128, page_size=32),
     _model("Gemma 2 9B", (16, 8), 256, soft_cap=50.0),
+    _model("Gemma 3 4B, window", (8, 4), 256, window=1024),
     _model("Gemma 3 27B, window", (32, 16), 128, window=1024),
     _model("Mistral 7B, window", (32, 8), 128, window=4096),
     _model("gpt-oss 20B, sinks", (64, 8), 64, sinks=True),

@@ -23,15 +23,20 @@ class Device(NamedTuple):
 INTERPRETED = Device(processors=2, shared_memory=164 << 10, ptx=False)  # every program costs time there
 
 
-def current_device() -> Device:
-    """The GPU at hand; where there is none, as in lowering for one from another host, a middling one of NVIDIA's."""
+def current_device(platform: str | None = None) -> Device:
+    """The GPU at hand; where there is none, as in lowering for one from another host, a middling one.
+
+    Args:
+        platform: "cuda" or "rocm", which a program is lowered for; None is that of the GPU at hand, or "cuda".
+    """
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
     if not gpus:
-        return Device(processors=108, shared_memory=164 << 10)
+        return Device(processors=108, shared_memory=164 << 10, ptx=platform != "rocm")
     capability = str(getattr(gpus[0], "compute_capability", ""))
+    is_nvidia = re.fullmatch(r"\d+\.\d+", capability) is not None  # AMD's are like "gfx942"
     return Device(
         processors=gpus[0].core_count,
         shared_memory=_SHARED_MEMORY_KIB.get(capability, 64) << 10,
         kind=gpus[0].device_kind,
-        ptx=re.fullmatch(r"\d+\.\d+", capability) is not None,  # AMD's are like "gfx942"
+        ptx=is_nvidia if platform is None else platform == "cuda",
     )

@@ -84,17 +84,8 @@ def require_addressable(k_pages: Shaped[Array, "..."], v_pages: Shaped[Array, ".
 def stack_pools(
     k_pages: Float[Array, "..."], v_pages: Float[Array, "..."], layer: int | Int[Array, ""] | None, layout: str
 ) -> tuple[tuple[str, str], Float[Array, "..."], Float[Array, "..."], Int32[Array, " 1"]]:
-    """Axes of K and V, their pools with an L axis, and the layer as kernels take it; without a layer L is 1.
-
-    Raises:
-        ValueError: the layout is unknown, or `k_pages` has another number of axes than it says.
-    """
+    """Axes of K and V, their pools with an L axis, and the layer as kernels take it; without a layer L is 1."""
     k_axes, v_axes = pool_axes(layout)
-    if k_pages.ndim != len(k_axes) - (layer is None):
-        raise ValueError(
-            f"k_pages: expected {len(k_axes) - 1} axes without a layer and {len(k_axes)} with one, "
-            f"got shape {k_pages.shape}"
-        )
     if layer is None:
         layer = 0
         k_pages, v_pages = jnp.expand_dims(k_pages, k_axes.index("L")), jnp.expand_dims(v_pages, v_axes.index("L"))

@@ -1,5 +1,6 @@
 """Fixtures that several folders of tests share."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def pytest_configure(config):
     flags = os.environ.get("XLA_FLAGS", "")
     if "gpu" not in config.option.markexpr and _QUICK_COMPILATION not in flags:
         os.environ["XLA_FLAGS"] = f"{_QUICK_COMPILATION} {flags}".strip()
+    gc.set_threshold(100_000)  # tracing makes objects by the million, hardly any of them garbage in cycles
 
 
 @pytest.fixture(scope="session")

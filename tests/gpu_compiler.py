@@ -38,7 +38,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     device = Device(gpu.processors, gpu.shared_memory_kib << 10, gpu.kind)
     for kernel in ("paged_decode", "paged_prefill"):
         module = importlib.import_module(f"pallas_kernels.{kernel}.triton")
-        monkeypatch.setattr(module, "current_device", lambda: device)
+        monkeypatch.setattr(module, "current_device", lambda _=None: device)
 
 
 def compile_for(name: str, function, *arguments, donate_argnums=()) -> Any:  # jax.stages.Compiled

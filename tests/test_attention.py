@@ -153,6 +153,23 @@ def test_poison_between_the_tokens_a_window_sees_is_never_read(implementation):
 
 
 @every
+def test_poison_behind_the_windows_of_several_tokens_is_never_read(implementation):
+    """As above, of rows with several tokens: what the first of them does not see, none does."""
+    lengths, counts, options = (54, 97, 23), (17, 3, 23), {"window": 9}
+    pool = pools.build(lengths, page_size=8, head_dim=16, layers=2, layer=1, num_kv_heads=2)
+    q = np.random.default_rng(0).standard_normal((sum(counts), 4, 16)).astype(np.float32)
+    truth, plain = meaning(q, pool, counts, options)
+    k, v = np.array(pool.cache.k), np.array(pool.cache.v)
+    for pages, length, count in zip(np.asarray(pool.table.pages), lengths, counts, strict=True):
+        for j in range(max(0, length - count - options["window"] + 1)):
+            k[1, pages[j // 8], j % 8] = v[1, pages[j // 8], j % 8] = np.nan
+    cache = dataclasses.replace(pool.cache, k=jnp.asarray(k), v=jnp.asarray(v))
+    out, lse = op(implementation, options)(q, dataclasses.replace(pool, cache=cache), counts)
+    assert_accurate(out, truth[0], plain[0])
+    assert_accurate(lse, truth[1], plain[1])
+
+
+@every
 @pytest.mark.parametrize("case", [c["partitions of everything"] for c in (DECODE, RAGGED)], ids=["decode", "ragged"])
 def test_any_placement_of_pages_gives_the_same(case, implementation):
     assert_same_bits(case, implementation, [{"placement": n} for n in range(4)])

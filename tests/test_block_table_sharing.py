@@ -429,6 +429,9 @@ RAW_MISTAKES = {
     "a page twice": ([[3, 3], [1, 9]], [8, 4], r"row 0, block 1: page 3"),
     "a length past the table": ([[3, 0], [1, 9]], [8, 9], r"row 1: .*\[0, 8\], got 9"),
     "a negative length": ([[3, 0], [1, 9]], [-1, 4], r"row 0: .*got -1"),
+    "a page past the pool, unsigned": ([[7, 9]], np.array([5], np.uint8), r"row 0, block 0: .*got 7"),
+    "lengths that are no integers": ([[3, 0]], [4.0], "expected integer dtypes, got int64 and float64"),
+    "pages that are no integers": ([[0.5, 1.0]], [4], "expected integer dtypes, got float64 and int64"),
     "too many lengths": ([[3, 0], [1, 9]], [8, 4, 0], r"\[B, M\], \[B\], got \(2, 2\), \(3,\)"),
 }
 
@@ -436,6 +439,7 @@ RAW_MISTAKES = {
 @pytest.mark.parametrize(("pages", "lengths", "message"), RAW_MISTAKES.values(), ids=RAW_MISTAKES)
 def test_a_raw_table_is_checked(pages, lengths, message):
     check_block_tables([[3, 0], [1, 9]], [8, 4], num_pages=6, page_size=4)
+    check_block_tables([[3, -1], [1, 9]], np.array([4, 4], np.uint8), num_pages=6, page_size=4)
     with pytest.raises(ValueError, match=message):
         check_block_tables(pages, lengths, num_pages=6, page_size=4)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pools
 import pytest
+from lowering import lower_for_cuda
 
 from paged_jax import BlockTable, layouts, merge_attention, paged_attention
 from pallas_kernels import paged_decode
@@ -45,7 +46,7 @@ OPTIONS = {"plain": {}, "partitions": {"num_partitions": 2}, "everything": {"win
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("implementation", [None, "xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", [None, "triton_interpret"])  # without a GPU, None is "xla"
 def test_64_bit_mode_changes_nothing(implementation, options, cache, table, q):
     slopes = np.linspace(0.1, 0.4, 4)  # float64 there, float32 otherwise
 
@@ -63,13 +64,19 @@ def test_64_bit_mode_changes_nothing(implementation, options, cache, table, q):
 
 
 def test_the_table_stays_int32_in_64_bit_mode(table):
+    @jax.jit  # one program instead of one for each operation
+    def grow_cut_and_release(table, num_tokens, lengths, ended):
+        grown, step, ok = table.step(num_tokens, size=8)
+        cut, _, _ = grown.truncate(lengths)
+        return ok, grown, step, cut, cut.release(ended)
+
     with wide_integers():
-        grown, step, ok = table.step(jnp.asarray([1, 0, 2]), size=8)
-        cut, _, _ = grown.truncate(jnp.asarray([2, 0, 9]))
-        leaves = jax.tree.leaves((grown, step, cut, cut.release(jnp.asarray([True, False, False]))))
+        given = jnp.asarray([1, 0, 2]), jnp.asarray([2, 0, 9]), jnp.asarray([True, False, False])
+        assert given[0].dtype == jnp.int64
+        ok, *found = grow_cut_and_release(table, *given)
     assert ok
-    assert {leaf.dtype.name for leaf in leaves} == {"int32"}
-    cut.check()
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"int32"}
+    found[2].check()
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}], ids=["plain", "window"])
@@ -103,10 +110,23 @@ def test_the_widest_windows_see_every_key(window, cache, table, q):
     np.testing.assert_array_equal(paged_attention(q, cache, table, window=window), paged_attention(q, cache, table))
 
 
-def test_no_query_tokens_give_no_output(cache, table):
-    out, lse = paged_attention(jnp.zeros((0, 4, 16)), cache, table, query_lengths=[0, 0, 0], return_lse=True)
+@pytest.mark.parametrize("implementation", [None, "xla", "triton_interpret"])
+@pytest.mark.parametrize("query_lengths", [None, [], [0, 0, 0]], ids=["no rows", "no rows, ragged", "no tokens"])
+def test_no_query_tokens_give_no_output(query_lengths, implementation, cache, table):
+    if not query_lengths:
+        table = dataclasses.replace(table, pages=table.pages[:0], lengths=table.lengths[:0])
+    if query_lengths is not None:
+        query_lengths = np.asarray(query_lengths, np.int32)
+
+    def attend(q, cache, table):
+        options = {"query_lengths": query_lengths, "return_lse": True}
+        return paged_attention(q, cache, table, implementation=implementation, **options)
+
+    out, lse = attend(jnp.zeros((0, 4, 16)), cache, table)
     assert out.shape == (0, 4, 16)
     assert lse.shape == (0, 4)
+    if implementation is None:
+        lower_for_cuda(attend, jnp.zeros((0, 4, 16)), cache, table)
 
 
 OTHER_KINDS = {

@@ -8,7 +8,7 @@ import numpy as np
 import pools
 import pytest
 
-from paged_jax import BlockTable, PageCopies, PagedCache, paged_attention
+from paged_jax import BlockTable, PageCopies, PagedCache, layouts, paged_attention
 
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, V_DIM = 3, 6, 5, 2, 16, 24
 PADDING = PAGES * PAGE_SIZE
@@ -179,6 +179,7 @@ USES = {
     "read": lambda cache: cache.read(0, BlockTable.create(PAGES, PAGE_SIZE, 2, 3)),
     "copy_pages": lambda cache: cache.copy_pages(page_copies((0, 1))),
     "zero_pages": lambda cache: cache.zero_pages(jnp.zeros(PAGES, bool)),
+    "convert": lambda cache: layouts.convert(cache, "HND"),
     "attention": lambda cache: paged_attention(
         jnp.zeros((2, 4, DIM)), cache, BlockTable.create(PAGES, PAGE_SIZE, 2, 3)
     ),
@@ -338,6 +339,18 @@ def test_a_layer_that_is_no_index_is_refused(layer):
         bad_write(filled(), layer=layer)
 
 
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_a_layer_that_the_cache_lacks_is_refused_or_traced_writes_nowhere(layer):
+    cache = filled()
+    for use in (
+        lambda: bad_write(cache, layer=layer),
+        lambda: cache.read(layer, BlockTable.create(PAGES, PAGE_SIZE, 2, 3)),
+    ):
+        with pytest.raises(ValueError, match=rf"layer: expected an int in \[0, {LAYERS}\), got {layer}"):
+            use()
+    assert_pools(write(cache, jnp.int32(layer), *tokens(4), jnp.arange(4)), cache.k, cache.v)
+
+
 # --- read
 
 
@@ -419,6 +432,20 @@ def test_donated_page_copies_keep_the_buffers_and_copy_no_pool(dtype, layout):
     assert_in_place(PagedCache.copy_pages, filled(dtype, pages=BIG_PAGES, layout=layout), copies)
 
 
+@pytest.mark.parametrize("pair", [(-1, 2), (2, -1), (PAGES + 1, 2), (2, 2**31 - 1)], ids=str)
+def test_copies_of_pages_that_are_none_do_nothing(pair):
+    cache = filled()
+    assert_pools(copy_pages(cache, page_copies(pair, (0, PAGES))), cache.k, cache.v)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"), [([5, 6], [1]), ([[1]], [[2]]), ([1.0], [2.0]), (1, 2)], ids=["sizes", "rank 2", "floats", "rank 0"]
+)
+def test_copies_that_are_no_pairs_are_refused(src, dst):
+    with pytest.raises(ValueError, match=r"copies.*expected.*got"):
+        filled().copy_pages(PageCopies(jnp.asarray(src), jnp.asarray(dst)))
+
+
 def test_page_copies_trace_in_scan():
     cache = filled()
 
@@ -475,29 +502,3 @@ def test_zeroing_donated_pages_keeps_the_buffers_and_copies_no_pool(layout):
 def test_marks_that_do_not_fit_the_pages_are_refused(marks):
     with pytest.raises(ValueError, match=rf"pages: expected bool\[{PAGES}\], got"):
         filled().zero_pages(marks)
-
-
-# --- check_slots
-
-
-@pytest.mark.parametrize("slots", [[], [7, 0, PADDING, 29, PADDING], [PADDING], np.arange(PADDING + 1)], ids=len)
-def test_slots_that_write_every_token_once_pass(slots):
-    filled().check_slots(np.asarray(slots, np.int32))
-
-
-@pytest.mark.parametrize(
-    ("slots", "message"),
-    [
-        ([3, 7, PADDING, 3], r"token 3: .*slot 3 \(page 0\).*token 0's"),
-        ([29, 12, 12, 29], r"token 2: .*slot 12 \(page 2\).*token 1's"),
-        ([0, -1, 0], r"token 1: expected .* got slot -1"),
-        ([0, PADDING + 1], rf"token 1: expected .* got slot {PADDING + 1} \(page {PAGES}\)"),
-        ([0, 2**40], rf"token 1: expected .* got slot {2**40}"),
-        ([[0, 1]], "1-D integer"),
-        ([0.0, 1.0], "1-D integer"),
-    ],
-    ids=str,
-)
-def test_slots_that_would_lose_a_token_are_named(slots, message):
-    with pytest.raises(ValueError, match=message):
-        filled().check_slots(np.asarray(slots))

@@ -65,8 +65,8 @@ def assert_accurate_cascade(pool, implementation, has_options):
         ((30, 0, 17, 18, 23), 4, BF16, True),
         ((9, 30), 0, F32, True),
         ((0, 0), 0, F32, True),
-        ((0, 13), 3, F32, False),
-        ((3, 3, 2), 0, F32, False),  # no full block
+        ((0, 13, 0, 0, 0), 3, F32, False),
+        ((3, 0, 3, 2, 0), 0, F32, False),  # no full block
     ],
 )
 def test_cascade_is_dense_attention(lengths, num_shared, dtype, has_options, implementation):

@@ -1,5 +1,7 @@
 """jax.export: a decode step leaves the process, for GPUs from a host without one, and for several platforms at once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.experimental.pallas import triton as plgpu
 from lowering import cuda_device
 
-from paged_jax import BlockTable, PagedCache, paged_attention
+from paged_jax import BlockTable, PagedCache, decode, paged_attention
 
 # JAX 0.10 has the name in no public place.
 TRITON = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
@@ -76,3 +78,37 @@ def test_one_export_serves_all_its_platforms(platforms):
 def test_the_kernel_by_name_says_where_it_runs(platforms):
     with pytest.raises(NotImplementedError, match=r"'triton' runs on cuda and rocm only.*another platform"):
         export(arguments(), platforms, "triton")
+
+
+@pytest.mark.parametrize("query_lengths", [None, jnp.asarray([1, 1])], ids=["decode", "ragged"])
+def test_each_gpu_platform_has_its_own_instructions(query_lengths):
+    """NVIDIA's notation is in what is lowered for cuda, and in nothing lowered for rocm beside it."""
+    table = arguments()[1]
+    cache = PagedCache.create(1, PAGES, PAGE_SIZE, 2, 32, jnp.int8)
+    q = jnp.ones((ROWS, 4, 32), jnp.bfloat16)
+
+    def attend(q, cache, table):
+        return paged_attention(q, cache, table, query_lengths=query_lengths)
+
+    def text(*platforms):
+        with cuda_device():
+            return jax.jit(attend).trace(q, cache, table).lower(lowering_platforms=platforms).as_text()
+
+    cuda, rocm, both = text("cuda"), text("rocm"), text("rocm", "cuda")
+    assert TRITON in rocm
+    assert "lop3" in cuda
+    assert "lop3" not in rocm
+    assert both.count("lop3") == cuda.count("lop3")
+
+
+def test_a_decode_loop_is_exported_with_its_result():
+    def forward(tokens, step, cache):
+        k = jax.nn.one_hot(tokens, 16)[:, None].repeat(2, axis=1)
+        cache = cache.write(0, k, k, step.slots)
+        return paged_attention(k.repeat(2, axis=1), cache, step.table).reshape(tokens.size, -1), cache
+
+    cache, table, *_ = arguments()
+    run = jax.jit(functools.partial(decode, forward, max_new_tokens=3))
+    operands = cache, table, jnp.asarray([3, 5]), jnp.asarray([True, True])
+    exported = jax.export.deserialize(jax.export.export(run, platforms=["cpu"])(*operands).serialize())
+    assert_same_step(exported.call(*operands), run(*operands))

@@ -39,7 +39,8 @@ def test_a_cache_goes_from_any_layout_to_any(source, target, dtype):
 
 def test_scales_are_the_same_in_every_layout():
     scales = jnp.ones((L, P, C, K))
-    converted = layouts.convert(dataclasses.replace(numbered("NHD"), k_scale=scales, v_scale=scales), "vllm")
+    cache = dataclasses.replace(numbered("NHD", jnp.int8), k_scale=scales, v_scale=scales)
+    converted = layouts.convert(cache, "vllm")
     assert converted.k_scale is scales
     assert converted.v_scale is scales
 

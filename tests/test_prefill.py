@@ -68,9 +68,9 @@ def attend_in_xla(q, k, v, query_starts, query_lengths, key_starts, key_lengths,
     return (out, by_row.at[row, local_query].set(lse.T, mode="drop")) if return_lse else out
 
 
-def choose_as_on_cuda(special, other, operands, platforms=("cuda", "rocm")):
+def choose_as_on_cuda(branches, other, operands):
     """Dense where that is asked for; the kernel for paged attention cannot run on this host."""
-    return (special if platforms == ("cuda",) else other)(operands)
+    return (branches["cuda"] if branches.keys() == {"cuda"} else other)(operands)
 
 
 @pytest.fixture
@@ -159,8 +159,51 @@ def test_without_cudnn_and_by_name_it_is_paged_attention(implementation):
     ],
 )
 def test_the_rule(tokens, rows, max_context, dtype, head_dim, expected):
-    q = jax.ShapeDtypeStruct((tokens, 8, head_dim), dtype)
-    assert prefill_way(q, rows=rows, max_context=max_context) == expected
+    assert way(tokens, rows, max_context, dtype, head_dim) == expected
+
+
+def way(
+    tokens=2048, rows=1, max_context=0, dtype="bfloat16", head_dim=128, *, is_plain=True, cache_dtype=None, **of_cache
+):
+    cache = jax.eval_shape(lambda: PagedCache.create(1, 8, 16, 2, head_dim, cache_dtype or dtype, **of_cache))
+    q, k = (jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype) for heads in (8, 2))
+    v = jax.ShapeDtypeStruct((tokens, 2, cache.v_head_dim), dtype)
+    return prefill_way(q, k, v, cache, rows=rows, max_context=max_context, is_plain=is_plain)
+
+
+@pytest.mark.parametrize(
+    "lack",
+    [{"is_plain": False}, {"cache_dtype": "int8"}, {"cache_dtype": "float16"}, {"v_head_dim": 64}],
+    ids=str,
+)
+def test_what_cudnn_lacks_goes_by_pages(lack):
+    assert way() == "dense"
+    assert way(**lack) == "paged"
+
+
+@pytest.mark.usefixtures("dense")
+@pytest.mark.parametrize(
+    "options", [{"soft_cap": 5.0}, {"alibi_slopes": np.linspace(0.1, 0.5, 4, dtype=np.float32)}, {"window": 3}], ids=str
+)
+def test_an_option_alone_is_heeded(options):
+    counts = (9, 0, 3)
+    pool, q, k, v = problem((20, 9, 13), counts)
+    out, lse = attend(pool, q, k, v, counts, **options)
+    truth, plain = meaning(q, pool, counts, options)
+    assert_accurate(out, truth[0], plain[0])
+    assert_accurate(lse, truth[1], plain[1])
+
+
+@pytest.mark.usefixtures("dense")
+def test_tokens_beyond_the_packed_ones_belong_to_no_row():
+    """A row whose tokens are cut off at T is as it is for paged attention: the first of its tokens are there."""
+    counts, cut = (9, 6), (9, 3)
+    pool, q, k, v = problem((20, 13), counts)
+    q, k, v = (x[: sum(cut)] for x in (q, k, v))
+    out, lse = attend(pool, q, k, v, counts)
+    expected, expected_lse = attend(pool, q, k, v, counts, implementation="xla")
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -200,19 +243,46 @@ def test_what_is_lowered_for_cuda(rows, options, calls, monkeypatch):
 
 
 @pytest.mark.usefixtures("dense")
-def test_it_is_forward_only():
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+def test_it_is_forward_only(which, implementation):
     counts = (9, 0, 3)
-    pool, q, k, v = problem((20, 9, 13), counts)
+    pool, *qkv = problem((20, 9, 13), counts)
+    qkv = [jnp.asarray(x) for x in qkv]
+
+    def total(*qkv):
+        return attend(pool, *qkv, counts, return_lse=False, implementation=implementation).sum()
+
     with pytest.raises(NotImplementedError, match="forward only"):
-        jax.grad(lambda q: attend(pool, q, k, v, counts, return_lse=False).sum())(jnp.asarray(q))
+        jax.grad(total, argnums=which)(*qkv)
+
+
+@pytest.mark.usefixtures("dense")
+def test_windows_layers_and_contexts_of_any_integer_kind_and_arrays_of_any_kind():
+    counts = (9, 0, 3)
+    pool, q, k, v = problem((20, 9, 13), counts, dtype=F32)
+    expected, _ = attend(pool, q, k, v, counts)
+    run = functools.partial(prefill_attention, q, k, v, pool.cache, pool.table, query_lengths=list(counts))
+    for options in ({"window": 2**40}, {"window": np.int64(20)}, {"max_context": np.int64(11)}):
+        np.testing.assert_allclose(run(layer=np.int32(1), **options), expected, atol=1e-5)
 
 
 @pytest.mark.usefixtures("dense")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": jnp.zeros((12, 2, 32), BF16)}, r"k: expected shape \(12, 2, 64\), as the tokens were written"),
-        ({"v": jnp.zeros((11, 2, 64), BF16)}, r"v: expected shape \(12, 2, 64\)"),
+        (
+            {"k": jnp.zeros((12, 2, 32), BF16)},
+            r"k: expected a floating array of shape \(12, 2, 64\), as the tokens were written",
+        ),
+        ({"v": jnp.zeros((11, 2, 64), BF16)}, r"v: expected a floating array of shape \(12, 2, 64\)"),
+        ({"v": jnp.zeros((12, 2, 64), jnp.int32)}, r"v: expected a floating array .*, got int32"),
+        ({"q": jnp.zeros((12, 3, 64), BF16)}, "q: expected shape"),
+        ({"q": 1.0}, "q: expected shape"),
+        ({"layer": 9, "max_context": 0}, r"layer: expected an int in \[0, 2\), got 9"),
+        ({"layer": -1}, r"layer: expected an int in \[0, 2\), got -1"),
+        ({"window": 0}, "window: expected an int of at least 1, got 0"),
+        ({"soft_cap": -1.0}, "soft_cap: expected a positive number"),
         ({"max_context": -1}, "max_context: expected None or an int of at least 0"),
         ({"max_context": jnp.int32(3)}, "max_context: expected None or an int"),
         (

@@ -50,6 +50,17 @@ def leaves(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def test_no_rows_leave_and_come_back():
+    held = pool(jnp.float32, "NHD")
+    table, swapped, ok = swap_out(held.table, held.cache, rows(), max_pages=MAX_PAGES)
+    assert ok
+    assert leaves(table) == leaves(held.table)
+    expected = leaves(held.cache)
+    table, cache, ok = swap_in(table, held.cache, swapped, rows())
+    assert ok
+    assert leaves((table, cache)) == [*leaves(held.table), *expected]
+
+
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [(jnp.float32, "NHD"), (jnp.bfloat16, "HND"), (jnp.float16, "head_major"), (jnp.int8, "vllm"),

@@ -9,7 +9,7 @@ import jax
 
 
 def describe(*packages: str) -> dict[str, object]:
-    """Date, device, processors and the versions of JAX and of the other packages named that are installed."""
+    """Date, device, processors, XLA's flags, and the versions of JAX and of those packages that are installed."""
     versions = {}
     for package in ("jax", "jaxlib", *packages):
         try:
@@ -24,6 +24,7 @@ def describe(*packages: str) -> dict[str, object]:
         "processors": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 

@@ -1,6 +1,6 @@
 """Attention of several tokens per row on a GPU: prompts, chunks, drafts, mixed batches and shared prefixes.
 
-    python examples/benchmarks/prefill.py --tag fresh cascade --out examples/benchmarks/results/prefill-fresh-h200.json
+    python examples/benchmarks/prefill.py --out examples/benchmarks/results/prefill-h200.json
 
 Times are taken as `decode.py` takes them, in a chain of layers inside one `jax.jit`, errors checked in the same run.
 """

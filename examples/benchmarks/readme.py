@@ -41,10 +41,16 @@ def generation_table() -> str:
         (name, f"{rate:.1f}", f"{results['compile_seconds'][name]:.1f}" if name in results["compile_seconds"] else "")
         for name, rate in rates.items()
     ]
+    readings = [
+        (name, *(f"{rate:.0f}" for rate in kinds.values()))
+        for name, kinds in results["prefill_tokens_per_second"].items()
+    ]
     return (
         f"{results['model']}, {results['new_tokens_per_row']} new tokens per row; {_where(results)}:\n\n"
         + _table(("decoder", "tokens/s", "compile, s"), rows)
         + f"\nBatch 8 is {rates['paged_jax batch 8'] / rates['paged_jax batch 1']:.1f} times batch 1.\n\n"
+        + _table(("prompts, rows x tokens", "paged_jax, tokens/s", "one dense forward, tokens/s"), readings)
+        + "\n"
     )
 
 
@@ -84,15 +90,14 @@ def shapes_table(*tags: str) -> str:
 
 
 def prefill_table() -> str:
-    """Of several runs; those that a row compares were measured in one."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("prefill-*-h200.json"))]
+    results = json.loads((RESULTS / "prefill-h200.json").read_text(encoding="utf-8"))
     rows = []
-    for name, case in (item for run in runs for item in run["cases"].items()):
+    for name, case in results["cases"].items():
         (_, ours), *others = case["microseconds"].items()
         ratios = ", ".join(f"{other.removeprefix('paged_jax, ')} {time / ours:.2f}" for other, time in others)
         rows.append((name, f"{ours:.0f}", f"{case['flops'] / ours / 1e6:.0f}", ratios))
     return (
-        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(runs[0])}. The last "
+        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(results)}. The last "
         "column tells how many times as long others take, and our own other ways:\n\n"
         + _table(("rows and tokens", "paged_jax, us", "TFLOP/s", "others"), rows)
         + "\n"

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
+from pallas_kernels import arguments
 from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable, stack_pools, stack_scales
 from pallas_kernels.quantisation import quantise
 from pallas_kernels.walk import iota, load
@@ -43,7 +44,7 @@ def _kernel(
     token = tile * tokens + iota(tokens)
     is_token = token < slots_ref.shape[0]
     slot = load(slots_ref.at[token], is_token)
-    is_live = is_token & (slot >= 0) & (slot < sizes["P"] * sizes["C"])
+    is_live = is_token & (slot >= 0) & (slot < sizes["P"] * sizes["C"]) & (layer >= 0) & (layer < sizes["L"])
     page, cell = (op(slot, np.int32(sizes["C"])) for op in (lax.div, lax.rem))
     page = jnp.where(
         is_live, page, np.int32(sizes["P"])
@@ -83,8 +84,8 @@ def cache_write(
 ]:
     """The pools and scales with the tokens' K and V in their slots; in place where they are donated.
 
-    The arguments are those of `paged_jax.PagedCache.write`, which validates them, on raw arrays: slots outside
-    [0, P·C) write nowhere.
+    The arguments are those of `paged_jax.PagedCache.write` on raw arrays: slots outside [0, P·C) and layers outside
+    [0, L) write nowhere.
 
     Args:
         k_pages, v_pages: pools stacked over layers, or without `layer` the pools of one, in NHD [P, C, K, H].
@@ -92,12 +93,24 @@ def cache_write(
         layer: which layer of stacked pools, traced or not.
         layout: order of the pools' axes, one of `layouts.LAYOUTS`.
         interpret: run on any host, for tests.
+
+    Raises:
+        ValueError: an argument does not fit; says what was expected and what was given.
+        NotImplementedError: a pool of a size that the kernel cannot address.
     """
-    if not slots.size:
-        return k_pages, v_pages, k_scales, v_scales
+    arguments.validate_pools(k_pages, v_pages, k_scales, v_scales, has_layers=layer is not None, layout=layout)
+    if layer is not None:
+        layer = arguments.validate_layer(layer, k_pages.shape[0])
+    slots = arguments.validate_integers("slots", slots, (None,))
     before = (k_pages, v_pages, k_scales, v_scales)
-    require_addressable(k_pages, v_pages)
     axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
+    for name, vectors, pool_axes, pool in (("k", k, axes[0], k_pages), ("v", v, axes[1], v_pages)):
+        sizes = pool_sizes(pool_axes, pool.shape)
+        if vectors.shape != (expected := (slots.size, sizes["K"], sizes["H"])):
+            raise ValueError(f"{name}: expected shape {expected}, got {vectors.shape}")
+    require_addressable(k_pages, v_pages)
+    if not slots.size:
+        return before
     k_scales, v_scales = stack_scales(k_scales), stack_scales(v_scales)
     tokens = max(1, _ELEMENTS // pl.next_power_of_2(max(k.shape[2], v.shape[2])))
     tokens = min(tokens, pl.next_power_of_2(slots.size))

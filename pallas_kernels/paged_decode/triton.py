@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import partition, parts, softmax, walk
+from pallas_kernels import arguments, partition, parts, softmax, walk
 from pallas_kernels.device import INTERPRETED, current_device
 from pallas_kernels.paged_decode import config as configs
 from pallas_kernels.parts import Part
@@ -139,10 +139,11 @@ def paged_decode(
     return_lse: bool = False,
     config: configs.Config | None = None,
     interpret: bool = False,
+    platform: str | None = None,
 ) -> Any:  # out [B, N, Hv], or (out, lse float32[B, N]); a union would trouble every caller's type checker
     """Attention of each row's last token over the row's pages; with `return_lse` also its natural-log log-sum-exp.
 
-    The arguments are those of `paged_jax.paged_attention`, which validates them, on raw arrays.
+    The arguments are those of `paged_jax.paged_attention`, on raw arrays.
 
     Args:
         k_pages, v_pages: pools stacked over layers, or without `layer` the pools of one, in NHD [P, C, K, H].
@@ -154,17 +155,33 @@ def paged_decode(
         num_partitions: partitions of each row; None shares the rows out by their lengths.
         config: how to cut the work; None takes what `config.choose` finds for the device.
         interpret: run on any host, for tests; merges in a second launch.
+        platform: "cuda" or "rocm", which it is lowered for; None is that of the GPU at hand.
+
+    Raises:
+        ValueError: an argument does not fit; says what was expected and what was given.
+        NotImplementedError: a head_dim or a pool of a size that the kernel cannot do; or the result is differentiated.
     """
     pools, form = walk.open_pools(k_pages, v_pages, k_scales, v_scales, block_tables, layer=layer, layout=layout)
+    num_kv_heads, v_head_dim, q = form.num_kv_heads, form.v_head_dim, jnp.asarray(q)
+    arguments.validate_queries(q, num_kv_heads, form.head_dim)
     rows, num_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = form.num_kv_heads, form.v_head_dim
-    scale = float(head_dim**-0.5 if scale is None else scale)
-    device = INTERPRETED if interpret else current_device()
+    if rows != pools.tables.shape[0]:
+        raise ValueError(f"q: expected one token for each of {pools.tables.shape[0]} rows, got {rows}")
+    lengths = arguments.validate_integers("lengths", lengths, (rows,))
+    sinks, alibi_slopes = (
+        arguments.validate_per_head(name, array, num_heads)
+        for name, array in (("sinks", sinks), ("alibi_slopes", alibi_slopes))
+    )
+    scale, soft_cap = arguments.validate_options(scale, soft_cap, num_partitions, head_dim)
+    window = arguments.validate_window(window)
+    if not rows:
+        out, lse = jnp.zeros((0, num_heads, v_head_dim), q.dtype), jnp.zeros((0, num_heads), jnp.float32)
+        return (out, lse) if return_lse else out
+    device = INTERPRETED if interpret else current_device(platform)
     group, kv_rows = num_heads // num_kv_heads, rows * num_kv_heads
     shape = configs.Shape(group, head_dim, v_head_dim, q.dtype.name, form.dtypes[0].name, layout, kv_rows)
     config = configs.choose(config, shape, device)
 
-    window = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     num_keys = lengths if window is None else jnp.minimum(lengths, window)
     if num_partitions is None:
         wanted = configs.num_partitions(config, num_kv_heads, device)
@@ -176,7 +193,7 @@ def paged_decode(
 
     inputs = (
         pools,
-        window,
+        None if window is None else window.reshape(1),
         q,
         sinks,
         alibi_slopes,
@@ -193,7 +210,7 @@ def paged_decode(
     if arrivals is not None:
         aliases = {len(jax.tree.leaves(inputs)) - 1: len(out_shape)}
         out_shape.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
-    out, lse, *of_parts = pl.pallas_call(
+    launch = pl.pallas_call(
         functools.partial(
             _fold_kernel,
             form=form,
@@ -208,7 +225,8 @@ def paged_decode(
         input_output_aliases=aliases,
         interpret=interpret,
         name="paged_decode",
-    )(*inputs)
+    )
+    out, lse, *of_parts = arguments.forward_only(lambda inputs: launch(*inputs), inputs)
     if arrivals is None:
         inputs = (partitions, *of_parts, out, lse)
         last = len(jax.tree.leaves(inputs)) - 1

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import partition, parts, softmax, walk
+from pallas_kernels import arguments, partition, parts, softmax, walk
 from pallas_kernels.device import INTERPRETED, current_device
 from pallas_kernels.paged_prefill import config as configs
 from pallas_kernels.paged_prefill import query_tiles
@@ -184,6 +184,7 @@ def paged_prefill(
     return_lse: bool = False,
     config: configs.Config | None = None,
     interpret: bool = False,
+    platform: str | None = None,
 ) -> Any:  # out [T, N, Hv], or (out, lse float32[T, N]); a union would trouble every caller's type checker
     """Causal attention of packed query tokens over the pages of their rows; with `return_lse` also the log-sum-exp.
 
@@ -194,23 +195,35 @@ def paged_prefill(
         num_partitions: partitions of each query tile of few tokens; None shares them out by the keys that they see.
         config: how to cut the work; None takes `config.heuristic`.
         interpret: run on any host, for tests.
+        platform: as in `pallas_kernels.paged_decode`, whose errors it raises.
     """
     pools, form = walk.open_pools(k_pages, v_pages, k_scales, v_scales, block_tables, layer=layer, layout=layout)
+    num_kv_heads, v_head_dim, q = form.num_kv_heads, form.v_head_dim, jnp.asarray(q)
+    arguments.validate_queries(q, num_kv_heads, form.head_dim)
     tokens, num_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = form.num_kv_heads, form.v_head_dim
+    lengths, query_lengths = (
+        arguments.validate_integers(name, array, pools.tables.shape[:1])
+        for name, array in (("lengths", lengths), ("query_lengths", query_lengths))
+    )
+    sinks, alibi_slopes = (
+        arguments.validate_per_head(name, array, num_heads)
+        for name, array in (("sinks", sinks), ("alibi_slopes", alibi_slopes))
+    )
+    scale, soft_cap = arguments.validate_options(scale, soft_cap, num_partitions, head_dim)
+    window = arguments.validate_window(window)
+    if not tokens:
+        out, lse = jnp.zeros((0, num_heads, v_head_dim), q.dtype), jnp.zeros((0, num_heads), jnp.float32)
+        return (out, lse) if return_lse else out
     group = num_heads // num_kv_heads
-    device = INTERPRETED if interpret else current_device()
+    device = INTERPRETED if interpret else current_device(platform)
     dtypes = (q.dtype.name, form.dtypes[0].name)
     shape = configs.Shape(tokens, lengths.size, num_kv_heads, group, head_dim, v_head_dim, *dtypes)
     config = config or configs.heuristic(shape, device)
     if num_partitions is not None:
         config = dataclasses.replace(config, few=config.queries)  # tiles of many tokens have partitions, too
-    window = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     tiles = query_tiles.cut(lengths, query_lengths, tokens, config.queries)
     if num_partitions is None:
-        begin, end = query_tiles.visible(
-            tiles.first_position, tiles.num_tokens, tiles.row < lengths.size, None if window is None else window[0]
-        )
+        begin, end = query_tiles.visible(tiles.first_position, tiles.num_tokens, tiles.row < lengths.size, window)
         num_tiles = partition.ceil_div(end - begin, config.tile)
         num_tiles = jnp.where(tiles.num_tokens <= config.few, num_tiles, 0)  # the others are kept whole
         wanted = configs.num_partitions(num_kv_heads, device)
@@ -222,7 +235,7 @@ def paged_prefill(
 
     inputs = (
         pools,
-        window,
+        None if window is None else window.reshape(1),
         q,
         lengths,
         sinks,
@@ -241,11 +254,11 @@ def paged_prefill(
     if arrivals is not None:
         aliases = {len(jax.tree.leaves(inputs)) - 1: len(out_shape)}
         out_shape.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
-    out, lse, *of_parts = pl.pallas_call(
+    launch = pl.pallas_call(
         functools.partial(
             _kernel,
             form=form,
-            scale=float(head_dim**-0.5 if scale is None else scale),
+            scale=scale,
             soft_cap=soft_cap,
             config=config,
             ptx=device.ptx,
@@ -256,7 +269,8 @@ def paged_prefill(
         input_output_aliases=aliases,
         interpret=interpret,
         name="paged_prefill",
-    )(*inputs)
+    )
+    out, lse, *of_parts = arguments.forward_only(lambda inputs: launch(*inputs), inputs)
     if arrivals is None:
         inputs = (tiles, partitions, *of_parts, out, lse)
         last = len(jax.tree.leaves(inputs)) - 1

@@ -6,6 +6,7 @@ The devices are forced out of one CPU, which only a process that has not begun w
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import json
 import re
@@ -448,6 +449,7 @@ def mistakes() -> None:
 
 
 def main() -> None:
+    gc.set_threshold(100_000)  # as in conftest.py
     jax.config.update("jax_default_matmul_precision", "highest")
     assert jax.device_count() == DEVICES
     said = {}

@@ -18,6 +18,7 @@ from pallas_kernels.layouts import LAYOUTS as AXES
 from pallas_kernels.layouts import pool_shape
 from pallas_kernels.paged_decode import config
 from pallas_kernels.paged_decode.config import Config, Device, Shape, choose
+from pallas_kernels.quantisation import is_quantised
 
 DEVICES = {  # processors and shared memory
     "H200": Device(132, 228 << 10),
@@ -184,6 +185,35 @@ def test_shipped_entries_were_measured_on_the_device_of_their_file():
             assert chosen.tile >= 16
             assert chosen.tile.bit_count() == 1
             assert entry["microseconds"].keys() == entry["heuristic_microseconds"].keys() <= names
+
+
+def shipped():
+    """Each way of running that an entry names, with its shape, once."""
+    entries = [
+        e for path in config.TUNED.glob("*.json") for e in json.loads(path.read_text(encoding="utf-8"))["entries"]
+    ]
+    found = {}
+    for entry in entries:
+        shape, chosen = Shape(**entry["shape"]), Config(**entry["config"])
+        key = shape._replace(kv_rows=0), dataclasses.replace(chosen, programs_per_processor=1)
+        found.setdefault(key, (shape, chosen))
+    return found.values()
+
+
+@pytest.mark.parametrize(("shape", "chosen"), shipped(), ids=str)
+def test_shipped_entries_lower_for_cuda(shape, chosen):
+    sizes = {"L": 1, "P": 64, "C": 16, "K": 2, "H": shape.head_dim}
+    dtype = jnp.dtype(shape.kv_dtype)
+    k, v = (jax.ShapeDtypeStruct(pool_shape(axes, sizes, dtype.itemsize), dtype) for axes in AXES[shape.layout])
+    scales = jax.ShapeDtypeStruct((1, 64, 16, 2), jnp.float32) if is_quantised(dtype) else None
+    table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3, 9), (3,)))
+    q = jax.ShapeDtypeStruct((3, 2 * shape.group, shape.head_dim), shape.q_dtype)
+
+    def attend(q, k, v, scales, table, lengths):
+        options = {"k_scales": scales, "v_scales": scales, "layout": shape.layout, "config": chosen}
+        return paged_decode(q, k, v, table, lengths, layer=0, **options)
+
+    assert "triton" in lower_for_cuda(attend, q, k, v, scales, table, lengths)
 
 
 def test_the_kernel_runs_with_what_is_chosen(monkeypatch):

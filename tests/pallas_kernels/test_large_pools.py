@@ -70,8 +70,9 @@ def test_a_pool_of_one_byte_that_would_be_misread_is_refused(kernel, num_element
     table, lengths = struct((ROWS, BLOCKS), jnp.int32), struct((ROWS,), jnp.int32)
     q = struct((ROWS, HEADS, HEAD_DIM), jnp.bfloat16)
     counts = (lengths,) if kernel is paged_prefill else ()
+    scales = dict.fromkeys(("k_scales", "v_scales"), struct((num_pages, PAGE_SIZE, KV_HEADS), jnp.float32))
     with pytest.raises(NotImplementedError, match=r"v_pages: the kernel cannot address a pool of \d+ elements"):
-        jax.eval_shape(functools.partial(kernel, layout="vllm"), q, k, v, table, lengths, *counts)
+        jax.eval_shape(functools.partial(kernel, layout="vllm"), q, k, v, table, lengths, *counts, **scales)
 
 
 @pytest.mark.parametrize("num_elements", [2**31 + 1, 2**32])
@@ -80,4 +81,5 @@ def test_a_pool_of_one_byte_whose_pairs_count_in_31_bits_is_taken(num_elements):
     pool = struct((num_elements // PAGE_ELEMENTS, PAGE_SIZE, KV_HEADS, HEAD_DIM), jnp.int8)
     table, lengths = struct((ROWS, BLOCKS), jnp.int32), struct((ROWS,), jnp.int32)
     q = struct((ROWS, HEADS, HEAD_DIM), jnp.bfloat16)
-    assert jax.eval_shape(paged_decode, q, pool, pool, table, lengths).shape == q.shape
+    scales = dict.fromkeys(("k_scales", "v_scales"), struct(pool.shape[:3], jnp.float32))
+    assert jax.eval_shape(paged_decode, q, pool, pool, table, lengths, **scales).shape == q.shape
