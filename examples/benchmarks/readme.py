@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pallas_kernels.cases import DECODE_CASES
+from pallas_kernels.cases import DECODE_CASES, PREFILL_CASES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -74,9 +74,9 @@ def decode_table() -> str:
     )
 
 
-def shapes_table(*tags: str) -> str:
+def shapes_table(file: str, *tags: str) -> str:
     """The kernel alone, on cases that have one of the tags."""
-    results = json.loads((RESULTS / "decode-shapes-h200.json").read_text(encoding="utf-8"))
+    results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     ceiling = results["ceiling_gb_per_s"]
     rows = []
     for case in (case for case in DECODE_CASES if not case.tags.isdisjoint(tags)):
@@ -90,14 +90,17 @@ def shapes_table(*tags: str) -> str:
 
 
 def prefill_table() -> str:
-    results = json.loads((RESULTS / "prefill-h200.json").read_text(encoding="utf-8"))
+    """Cases that the newest run has not are those of runs before; what a row compares was measured in one."""
+    names = ("prefill-h200.json", "prefill-mixed-h200.json", "prefill-fresh-h200.json")
+    runs = [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names]
+    cases = {name: case for run in reversed(runs) for name, case in run["cases"].items()}
     rows = []
-    for name, case in results["cases"].items():
-        (_, ours), *others = case["microseconds"].items()
+    for case in PREFILL_CASES:
+        (_, ours), *others = cases[case.name]["microseconds"].items()
         ratios = ", ".join(f"{other.removeprefix('paged_jax, ')} {time / ours:.2f}" for other, time in others)
-        rows.append((name, f"{ours:.0f}", f"{case['flops'] / ours / 1e6:.0f}", ratios))
+        rows.append((case.name, f"{ours:.0f}", f"{case.flops / ours / 1e6:.0f}", ratios))
     return (
-        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(results)}. The last "
+        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(runs[0])}. The last "
         "column tells how many times as long others take, and our own other ways:\n\n"
         + _table(("rows and tokens", "paged_jax, us", "TFLOP/s", "others"), rows)
         + "\n"
@@ -275,7 +278,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "generation": generation_table,
         "decode": decode_table,
-        "models": functools.partial(shapes_table, "model"),
+        "models": functools.partial(shapes_table, "decode-models-h200.json", "model"),
         "prefill": prefill_table,
         "llama": llama_table,
         "mesh": mesh_table,
@@ -286,7 +289,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "memory": memory_table,
     },
     "pallas_kernels/README.md": {
-        "shapes": functools.partial(shapes_table, "shape", "scaling"),
+        "shapes": functools.partial(shapes_table, "decode-shapes-h200.json", "shape", "scaling"),
         "ladder": ladder_table,
         "counters": counters_table,
     },
