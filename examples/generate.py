@@ -258,8 +258,8 @@ def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[
     """How large a cache to make, for a model of `dtype`; refuses prompts that can never fit.
 
     Raises:
-        ValueError: a prompt and its answer are longer than the model can read, or the prompts need more pages than
-            there are.
+        ValueError: a prompt and its answer are longer than the model can read, the weights do not fit the memory, or
+            the prompts need more pages than there are.
         NotImplementedError: the device has no caches of that dtype.
     """
     for number, prompt in enumerate(prompts, 1):
@@ -281,7 +281,13 @@ def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[
         for pages in (pages_to_read, pages_to_finish)
     )
     weight_bytes = sum(map(math.prod, parameter_shapes(config).values())) * dtype.itemsize
-    room = max(0, free_bytes(shards * args.mesh["heads"]) // shards - weight_bytes)
+    free = free_bytes(shards * args.mesh["heads"]) // shards
+    if weight_bytes > free:
+        raise ValueError(
+            f"the weights: expected at most the {free / 1e6:.1f} MB of memory that are free, "
+            f"got {weight_bytes / 1e6:.1f} MB"
+        )
+    room = free - weight_bytes
     if args.num_pages is not None and args.num_pages * page_bytes > room:
         raise ValueError(
             f"--num-pages: expected a cache that fits the {room / 1e6:.0f} MB of memory that are free, "
@@ -292,9 +298,10 @@ def plan_pool(args: argparse.Namespace, config: ModelConfig, prompts: list[list[
         num_pages = min(to_finish, int(room * _SHARE_OF_FREE_MEMORY) // page_bytes)
     if to_read > num_pages:
         whose = "the prompts" if shards == 1 else "the prompts of a shard of rows"
-        raise ValueError(
-            f"{whose} need {to_read} pages of {args.page_size} tokens, expected at most the cache's {num_pages}"
-        )
+        limit = f"the cache's {num_pages}"
+        if args.num_pages is None:
+            limit += f", which fit {_SHARE_OF_FREE_MEMORY:.0%} of the {room / 1e6:.1f} MB that the weights leave free"
+        raise ValueError(f"{whose} need {to_read} pages of {args.page_size} tokens, expected at most {limit}")
     blocks_per_row = max(pages_to_finish)
     return Pool(num_pages, args.page_size, rows, blocks_per_row, cache_dtype, page_bytes, dtype, plain_page_bytes)
 

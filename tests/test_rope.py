@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,8 @@ def test_a_rope_type_that_is_not_supported_is_named():
         RopeConfig.from_hf({"rope_scaling": {"type": "dynamic", "factor": 2.0}})
     with pytest.raises(NotImplementedError, match=r"expected one of default, linear.* got 'mrope'"):
         frequencies(RopeConfig("mrope"), HEAD_DIM)
+    with pytest.raises(NotImplementedError, match=r"expected one of default, linear.* got \['linear'\]"):
+        RopeConfig.from_hf({"rope_scaling": {"type": ["linear"], "factor": 2.0}})
 
 
 def test_a_layer_type_that_the_file_lacks_is_named():
@@ -220,13 +223,86 @@ def test_a_layer_type_that_the_file_lacks_is_named():
         (RopeConfig("longrope", original_max_position_embeddings=8), "expected short_factor, got None"),
         (dataclasses.replace(CONFIGS["longrope, long"], long_factor=(1.0,)), "long_factor: expected 6 numbers.* got 1"),
         (RopeConfig(partial_rotary_factor=0.3125), "expected an even number of elements.* got 5"),
-        (RopeConfig(partial_rotary_factor=0.0), "expected an even number of elements.* got 0"),
-        (RopeConfig(partial_rotary_factor=2.0), "at most head_dim 16, got 32"),
+        (RopeConfig(partial_rotary_factor=0.05), "expected an even number of elements.* got 0"),
     ],
 )
-def test_a_config_that_cannot_be_says_why(config, message):
+def test_a_config_that_does_not_fit_its_type_or_head_says_why(config, message):
     with pytest.raises(ValueError, match=message):
         frequencies(config, HEAD_DIM)
+
+
+NO_NUMBERS = ["4", True, math.nan, math.inf, -math.inf, 10**400, [2.0]]
+NOT_POSITIVE = [*NO_NUMBERS, 0, -1.0]
+WRONG = {
+    "rope_theta": [*NOT_POSITIVE, 1, None],
+    "partial_rotary_factor": [*NOT_POSITIVE, 1.5, None],
+    "factor": NOT_POSITIVE,
+    "original_max_position_embeddings": [*NOT_POSITIVE, 1],
+    "low_freq_factor": NOT_POSITIVE,
+    "high_freq_factor": NOT_POSITIVE,
+    "beta_fast": [*NOT_POSITIVE, None],
+    "beta_slow": [*NOT_POSITIVE, None],
+    "truncate": ["no", 1, None],
+    "mscale": [*NO_NUMBERS, -1],
+    "mscale_all_dim": [*NO_NUMBERS, -1],
+    "short_factor": [5, "12", [1.0], (), *((1.0, value) for value in NOT_POSITIVE)],
+    "long_factor": [5, "12", [1.0], (), *((1.0, value) for value in NOT_POSITIVE)],
+    "attention_factor": NOT_POSITIVE,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_field_that_cannot_be_right_is_refused_when_it_is_made(name):
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {re.escape(repr(value))}$"):
+            RopeConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"low_freq_factor": 4.0, "high_freq_factor": 4.0}, "high_freq_factor: .* above low_freq_factor 4.0, got 4.0"),
+        ({"beta_slow": 40.0}, "beta_fast: expected a number of at least beta_slow 40.0, got 32.0"),
+    ],
+)
+def test_a_ramp_that_runs_backwards_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RopeConfig(**fields)
+
+
+def test_numpys_numbers_are_numbers():
+    config = RopeConfig("linear", np.float32(500), factor=np.int64(4))
+    np.testing.assert_array_equal(frequencies(config, HEAD_DIM), frequencies(RopeConfig("linear", 500, factor=4), 16))
+
+
+YARN, LONGROPE = {"rope_type": "yarn"}, {"rope_type": "longrope", "short_factor": [1.0, 1.5]}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta: expected .* got 0"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta: expected .* got 'x'"),
+        ({"rope_local_base_freq": 0}, "rope_local_base_freq: expected .* got 0"),
+        ({"rope_scaling": LONGROPE | {"long_factor": 5}}, "long_factor: expected .* got 5"),
+        ({"rope_scaling": LONGROPE | {"long_factor": "12"}}, "long_factor: expected .* got '12'"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1, 0]}}, r"long_factor: expected .* got \(1, 0\)"),
+        ({"rope_scaling": YARN, "max_position_embeddings": "x"}, "max_position_embeddings: expected .* got 'x'"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 0}, "max_position_embeddings": 64},
+            "original_max_position_embeddings: expected .* got 0",
+        ),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": "x", "max_position_embeddings": 64},
+            "original_max_position_embeddings: expected .* got 'x'",
+        ),
+        ({"rope_scaling": "linear"}, "rope_parameters: expected an object, got 'linear'"),
+        ({"rope_parameters": {"sliding_attention": 5, "full_attention": {}}}, "expected an object, got 5"),
+    ],
+)
+def test_a_file_with_fields_that_cannot_be_right_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        RopeConfig.from_hf(config, "sliding_attention")
 
 
 @pytest.mark.parametrize("rope_type", ["yarn", "longrope"])

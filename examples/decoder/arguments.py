@@ -159,11 +159,14 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts from the command line, then the file's lines.
 
     Raises:
-        ValueError: there are none, or one is empty.
+        ValueError: there are none, or one is empty or not UTF-8.
     """
     prompts = list(args.prompts)
     if args.file is not None:
-        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+        try:
+            text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as problem:
+            raise ValueError(f"--file {args.file}: expected UTF-8 text, got {problem}") from problem
         prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ValueError('expected a prompt, as an argument ("What is gravity?") or in a --file, got none')

@@ -4,7 +4,6 @@ model.safetensors                  all tensors, or
 model.safetensors.index.json       {"weight_map": {tensor: file}}, and the files that it names
 """
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from decoder.files import read_object
 from decoder.host_arrays import aligned_empty
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -92,11 +92,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise CheckpointError(f"{path}: expected JSON, got {problem}") from problem
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_object(path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected a weight_map of tensors to files, got {weight_map!r:.60}")
     for name, file in weight_map.items():

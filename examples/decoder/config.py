@@ -11,6 +11,11 @@ from paged_jax.layers import RopeConfig
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
+def is_token_id(value: object) -> bool:
+    """Whether it can be an id, an int32. A file may name ids beyond its model's vocabulary: such tokens never come."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
 class ConfigError(ValueError):
     """The model is of a family, or has a feature, that the decoder lacks; the message names it."""
 

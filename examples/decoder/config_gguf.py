@@ -4,11 +4,15 @@ import functools
 import math
 from typing import Any
 
-from decoder.config import AttentionConfig, MLPConfig, ModelConfig, NormConfig
+import numpy as np
+
+from decoder.config import AttentionConfig, MLPConfig, ModelConfig, NormConfig, is_token_id
+from decoder.files import naming
 from decoder.gguf import GGUFError, GGUFFile
 from paged_jax.layers import RopeConfig
 
 ARCHITECTURES = ("llama", "gemma3")
+_LARGEST = {int: 2**31 - 1, float: float(np.finfo(np.float32).max)}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -19,12 +23,14 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         GGUFError: an architecture or feature that the decoder lacks, or metadata that is missing or contradicts itself.
     """
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise GGUFError(f"{file.path}: expected an architecture of {', '.join(ARCHITECTURES)}, got {architecture!r}")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise GGUFError(
+            f"{file.path}: expected an architecture of {', '.join(ARCHITECTURES)}, got {architecture!r:.60}"
+        )
     for key, value in {"expert_count": 0, "attn_logit_softcapping": 0.0}.items():
         got = file.metadata.get(f"{architecture}.{key}", value)
-        if got != value:
-            raise GGUFError(f"{file.path}: expected a model with {architecture}.{key} = {value!r}, got {got!r}")
+        if not isinstance(got, int | float) or got != value:
+            raise GGUFError(f"{file.path}: expected a model with {architecture}.{key} = {value!r}, got {got!r:.60}")
     attention, sizes = _attention(file, architecture), _sizes(file, architecture)
     parts = _gemma3(file, attention, sizes) if architecture == "gemma3" else _llama(file, attention, sizes)
     return ModelConfig(attention=attention, **sizes, **parts)
@@ -42,16 +48,16 @@ def _llama(file: GGUFFile, attention: AttentionConfig, sizes: dict[str, Any]) ->
 
 
 def _gemma3(file: GGUFFile, attention: AttentionConfig, sizes: dict[str, Any]) -> dict[str, Any]:
-    window = _positive(file, int, "gemma3.attention.sliding_window")
+    window, softcap = _positive(file, int, "gemma3.attention.sliding_window"), "gemma3.final_logit_softcapping"
     return {
         "mlp": _mlp(file, "gemma3", "gelu_pytorch_tanh"),
         "norm": NormConfig(_positive(file, float, "gemma3.attention.layer_norm_rms_epsilon"), after=True),
         "rope": _rope(file, "gemma3", 1_000_000.0, attention.head_dim),
-        "window_rope": RopeConfig(rope_theta=_positive(file, float, "gemma3.rope.freq_base_swa", 10_000.0)),
+        "window_rope": _checked(file, rope_theta=_positive(file, float, "gemma3.rope.freq_base_swa", 10_000.0)),
         # The file does not say which layers have a window: all but every sixth.
         "windows": tuple(window if (layer + 1) % 6 else None for layer in range(sizes["num_layers"])),
         "embedding_scale": math.sqrt(sizes["width"]),
-        "logit_softcap": file.metadata.get("gemma3.final_logit_softcapping") or None,
+        "logit_softcap": None if file.metadata.get(softcap, 0.0) == 0 else _positive(file, float, softcap),
     }
 
 
@@ -63,6 +69,8 @@ def _sizes(file: GGUFFile, architecture: str) -> dict[str, Any]:
         got = "none" if embedding is None else f"shape {embedding.shape}"
         raise GGUFError(f"{file.path}: expected a matrix as tensor 'token_embd.weight', got {got}")
     end = file.metadata.get("tokenizer.ggml.eos_token_id")
+    if end is not None and not is_token_id(end):
+        raise GGUFError(f"{file.path}: expected tokenizer.ggml.eos_token_id to be a token id, got {end!r:.60}")
     return {
         "family": architecture,
         "vocab_size": embedding.shape[0],
@@ -111,18 +119,19 @@ def _mlp(file: GGUFFile, architecture: str, activation: str) -> MLPConfig:
 def _rope(file: GGUFFile, architecture: str, base: float, head_dim: int) -> RopeConfig:
     base = _positive(file, float, f"{architecture}.rope.freq_base", base)
     kind = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if not isinstance(kind, str) or kind not in ("none", "linear"):
+        raise GGUFError(f"{file.path}: expected {architecture}.rope.scaling.type 'none' or 'linear', got {kind!r:.60}")
     if kind == "linear":
         factor = _positive(file, float, f"{architecture}.rope.scaling.factor")
-        return RopeConfig("linear", base, factor=factor)
-    if kind != "none":
-        raise GGUFError(f"{file.path}: expected {architecture}.rope.scaling.type 'none' or 'linear', got {kind!r}")
+        return _checked(file, "linear", base, factor=factor)
     if _ROPE_FACTORS not in file.tensors:
-        return RopeConfig(rope_theta=base)
+        return _checked(file, rope_theta=base)
     # Llama 3's scaling, already worked out: one divisor a rotation, which is longrope without its two lengths.
     factors = tuple(file.tensor(_ROPE_FACTORS).ravel().tolist())
     if len(factors) != head_dim // 2 or not all(0 < factor < math.inf for factor in factors):
         raise GGUFError(f"{file.path}: tensor {_ROPE_FACTORS!r}: expected {head_dim // 2} divisors, got {factors}")
-    return RopeConfig(
+    return _checked(
+        file,
         "longrope",
         base,
         original_max_position_embeddings=_positive(file, int, f"{architecture}.context_length"),
@@ -132,8 +141,13 @@ def _rope(file: GGUFFile, architecture: str, base: float, head_dim: int) -> Rope
     )
 
 
+def _checked(file: GGUFFile, *fields: Any, **named: Any) -> RopeConfig:
+    with naming(file.path, GGUFError):
+        return RopeConfig(*fields, **named)
+
+
 def _positive(file: GGUFFile, kind: type, key: str, default: Any = None) -> Any:
     value = file.metadata.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
-        raise GGUFError(f"{file.path}: expected a positive {kind.__name__} for {key}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= _LARGEST[kind]:
+        raise GGUFError(f"{file.path}: expected a positive {kind.__name__}32 for {key}, got {value!r:.60}")
     return value

@@ -4,18 +4,31 @@ Both styles of file are read: the older one (`rope_theta`, `rope_scaling`, `slid
 transformers 5 writes (`rope_parameters`, `layer_types`). A field that a file leaves out has its family's default.
 """
 
-import json
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decoder.config import ACTIVATIONS, AttentionConfig, ConfigError, ExpertsConfig, MLPConfig, ModelConfig, NormConfig
+import numpy as np
+
+from decoder.config import (
+    ACTIVATIONS,
+    AttentionConfig,
+    ConfigError,
+    ExpertsConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    is_token_id,
+)
 from decoder.families import DEFAULTS, FAMILIES, Family
+from decoder.files import naming, read_object
 from paged_jax.layers import RopeConfig, attention_factor, frequencies
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_PLACES = ("rope_parameters", "rope_scaling")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -26,13 +39,9 @@ def read_config(folder: Path) -> ModelConfig:
         ConfigError: it is no JSON object, or describes a model that the decoder lacks.
     """
     path = Path(folder) / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ConfigError(f"expected a JSON object, got {fields!r:.60}")
+    fields = read_object(path, ConfigError)
+    with naming(path, ConfigError):
         return model_config(fields)
-    except ValueError as problem:  # JSONDecodeError and UnicodeDecodeError are of this kind
-        raise ConfigError(f"{path}: {problem}") from problem
 
 
 def model_config(given: Mapping[str, Any]) -> ModelConfig:
@@ -63,7 +72,7 @@ def model_config(given: Mapping[str, Any]) -> ModelConfig:
         tied_embeddings=_flag(fields, "tie_word_embeddings"),
         embedding_scale=math.sqrt(width) if family.scales_embeddings else 1.0,
         logit_softcap=_optional(_real, fields, "final_logit_softcapping"),
-        end_tokens=_end_tokens(fields),
+        end_tokens=end_tokens(fields),
     )
 
 
@@ -76,7 +85,7 @@ def _text_fields(given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         outer = {key: given[key] for key in ("eos_token_id", "tie_word_embeddings") if key in given}
         return "gemma3", outer | dict(given["text_config"])
     name = "gemma3" if name == "gemma3_text" else name
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"expected model_type to be one of {', '.join(FAMILIES)}, got {name!r}")
     return name, given
 
@@ -160,17 +169,19 @@ def _ropes(fields: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeCo
     try:
         ropes = RopeConfig.from_hf(fields, _FULL), RopeConfig.from_hf(fields, _SLIDING)
         for rope in ropes:
-            frequencies(rope, head_dim)  # says what is wrong with it
-            attention_factor(rope)
-    except (NotImplementedError, TypeError, ValueError) as problem:
+            attention_factor(rope)  # says what is wrong with it, as do the frequencies of short rows and of long ones
+            for length in (None, _size(fields, "max_position_embeddings")):
+                frequencies(dataclasses.replace(rope, context_length=length), head_dim)
+    except (NotImplementedError, ValueError) as problem:
         raise ConfigError(f"rope: {problem}") from problem
     return ropes
 
 
-def _end_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
+def end_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of a config.json or a generation_config.json."""
     ids = fields.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(index, int) and index >= 0 for index in ids):
+    if not all(map(is_token_id, ids)):
         raise ConfigError(f"expected eos_token_id to be a token id or a list of them, got {fields['eos_token_id']!r}")
     return tuple(ids)
 
@@ -179,12 +190,14 @@ def _size(fields: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"expected {name} to be a whole number of at least {least}, got {value!r}")
+    if value >= 2**31:
+        raise ConfigError(f"expected {name} to be a whole number below 2**31, got {value!r}")
     return value
 
 
 def _real(fields: Mapping[str, Any], name: str) -> float:
     value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST:
         raise ConfigError(f"expected {name} to be a positive number, got {value!r}")
     return float(value)
 

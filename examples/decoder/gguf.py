@@ -108,7 +108,7 @@ def _read_metadata(header: "_Header", count: int) -> dict[str, Any]:
 def _read_tensor_infos(header: "_Header", count: int, metadata: dict[str, Any]) -> dict[str, TensorInfo]:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise header.error(f"expected general.alignment to be a power of two, got {alignment!r}")
+        raise header.error(f"expected general.alignment to be a power of two, got {alignment!r:.60}")
     header.require(24 * count, f"{count} tensor infos")  # the least one takes: name length, rank, type, offset
     entries = [_read_tensor_entry(header) for _ in range(count)]
     data_start = -(-header.position // alignment) * alignment

@@ -9,8 +9,9 @@ from typing import Any
 from decoder.checkpoint import Checkpoint, open_checkpoint
 from decoder.config import ModelConfig
 from decoder.config_gguf import gguf_config
-from decoder.config_json import read_config
-from decoder.gguf import GGUFFile, open_gguf
+from decoder.config_json import end_tokens, read_config
+from decoder.files import naming
+from decoder.gguf import GGUFError, GGUFFile, open_gguf
 from decoder.text import Text, folder_text, gguf_text, read_settings
 from decoder.tokenizer import special_ids
 from paged_jax import Sampler
@@ -29,7 +30,7 @@ class Pretrained:
         """Its tokenizer; token ids work without one.
 
         Raises:
-            ValueError, NotImplementedError: there is none, or none that can be read.
+            ValueError: there is none, or none that can be read.
         """
         return gguf_text(self.source) if isinstance(self.source, GGUFFile) else folder_text(self.source.path)
 
@@ -44,23 +45,15 @@ def open_pretrained(path: str | os.PathLike[str]) -> Pretrained:
     path = Path(path)
     if path.is_dir():
         config, settings = read_config(path), read_settings(path / _GENERATION)
-        try:
-            ends, sampler = _end_tokens(settings), _sampler(settings)
-        except (TypeError, ValueError) as problem:
-            raise ValueError(f"{path / _GENERATION}: {problem}") from problem
-        return Pretrained(open_checkpoint(path), config, ends | set(config.end_tokens), sampler)
+        with naming(path / _GENERATION):
+            ends, sampler = end_tokens(settings), _sampler(settings)
+        return Pretrained(open_checkpoint(path), config, frozenset(ends + config.end_tokens), sampler)
     file = open_gguf(path)
     config = gguf_config(file)
-    ends = special_ids(file.metadata).end if "tokenizer.ggml.tokens" in file.metadata else frozenset(config.end_tokens)
-    return Pretrained(file, config, ends)
-
-
-def _end_tokens(settings: Mapping[str, Any]) -> frozenset[int]:
-    ids = settings.get("eos_token_id")
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(index, int) and index >= 0 for index in ids):
-        raise ValueError(f"expected eos_token_id to be a token id or a list of them, got {settings['eos_token_id']!r}")
-    return frozenset(ids)
+    if "tokenizer.ggml.tokens" not in file.metadata:
+        return Pretrained(file, config, frozenset(config.end_tokens))
+    with naming(path, GGUFError):
+        return Pretrained(file, config, special_ids(file.metadata).end)
 
 
 def _sampler(settings: Mapping[str, Any]) -> Sampler | None:
@@ -68,6 +61,9 @@ def _sampler(settings: Mapping[str, Any]) -> Sampler | None:
     if not settings.get("do_sample") or settings.get("temperature") == 0:
         return None
     given = {name: settings[name] for name in ("temperature", "top_k", "top_p") if settings.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"expected {name} to be a number, got {value!r}")
     if given.get("top_k") == 0:  # transformers' way to keep all
         del given["top_k"]
     return Sampler(**given)

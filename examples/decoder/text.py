@@ -1,6 +1,5 @@
 """Text → the token ids of a prompt: a model's tokenizer with its chat template and its special tokens."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from decoder.chat import ChatTemplate, render_chat
-from decoder.gguf import GGUFFile
+from decoder.files import naming, read_object, read_text
+from decoder.gguf import GGUFError, GGUFFile
 from decoder.tokenizer import build_tokenizer, special_ids
 
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -44,17 +44,22 @@ def gguf_text(file: GGUFFile) -> Text:
     """As the file's metadata has it.
 
     Raises:
-        ValueError, NotImplementedError: the metadata describes no tokenizer, or one of another kind.
+        GGUFError: the metadata describes no tokenizer, or one of another kind.
     """
-    tokenizer, special = build_tokenizer(file.metadata), special_ids(file.metadata)
-    return Text(file.path, tokenizer, gguf_template(file.metadata), special.add_bos, special.bos)
+    with naming(file.path, GGUFError):
+        tokenizer, special = build_tokenizer(file.metadata), special_ids(file.metadata)
+        return Text(file.path, tokenizer, gguf_template(file.metadata), special.add_bos, special.bos)
 
 
 def gguf_template(metadata: Mapping[str, Any]) -> ChatTemplate | None:
     source, special = metadata.get("tokenizer.chat_template"), special_ids(metadata)
     named = {"bos_token": special.bos, "eos_token": special.eos}
     tokens = {name: metadata["tokenizer.ggml.tokens"][at] for name, at in named.items() if at is not None}
-    return None if source is None else ChatTemplate(source, tokens)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ValueError(f"expected tokenizer.chat_template to be a text, got {source!r:.60}")
+    return ChatTemplate(source, tokens)
 
 
 def folder_text(folder: Path) -> Text:
@@ -77,18 +82,24 @@ def folder_text(folder: Path) -> Text:
 
 def _folder_template(folder: Path) -> ChatTemplate | None:
     settings = read_settings(folder / _SETTINGS)
-    source: Any = settings.get("chat_template")
-    if isinstance(source, list):  # several, by name
+    is_file = (folder / _TEMPLATE).is_file()  # it goes before
+    source: Any = read_text(folder / _TEMPLATE) if is_file else settings.get("chat_template")
+    if isinstance(source, list) and all(map(_is_named_template, source)):
         source = {part["name"]: part["template"] for part in source}.get("default")
-    if (folder / _TEMPLATE).is_file():
-        source = (folder / _TEMPLATE).read_text(encoding="utf-8")
     if source is None:
         return None
     if not isinstance(source, str):
-        raise ValueError(f"{folder / _SETTINGS}: expected chat_template to be a text, got {source!r:.60}")
+        raise ValueError(
+            f"{folder / _SETTINGS}: expected chat_template to be a text, or a list of objects with name and template, "
+            f"got {source!r:.60}"
+        )
     tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return ChatTemplate(source, {name: text for name, text in texts.items() if text is not None})
+
+
+def _is_named_template(part: Any) -> bool:
+    return isinstance(part, dict) and all(isinstance(part.get(name), str) for name in ("name", "template"))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -97,12 +108,4 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is no JSON object.
     """
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"{path}: expected JSON, got {problem}") from problem
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {settings!r:.60}")
-    return settings
+    return read_object(path) if path.is_file() else {}

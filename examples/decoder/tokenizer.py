@@ -1,9 +1,10 @@
 """Build a BPE tokenizer, of bytes or of sentencepiece, and name its special tokens, from a GGUF file's metadata."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 _SPECIAL, _ADDED = 3, 4  # values of tokenizer.ggml.token_type
@@ -25,9 +26,9 @@ class SpecialIds:
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer the metadata describes. It adds no tokens of its own: see `special_ids` for bos."""
     model = _required(metadata, "tokenizer.ggml.model")
-    if model not in _BUILDERS:
+    if not isinstance(model, str) or model not in _BUILDERS:
         raise NotImplementedError(
-            f"expected tokenizer.ggml.model to be 'gpt2' (byte-level BPE) or 'llama' (sentencepiece), got {model!r}"
+            f"expected tokenizer.ggml.model to be 'gpt2' (byte-level BPE) or 'llama' (sentencepiece), got {model!r:.60}"
         )
     tokenizer = _BUILDERS[model](metadata)
     tokenizer.add_special_tokens(_added_tokens(metadata, _SPECIAL))
@@ -37,11 +38,13 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
-        raise NotImplementedError(f"expected tokenizer.ggml.pre to be one of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}")
-    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
+        raise NotImplementedError(
+            f"expected tokenizer.ggml.pre to be one of {', '.join(_PRE_TOKENIZERS)}, got {pre!r:.60}"
+        )
+    tokens = _texts(metadata, "tokenizer.ggml.tokens")
     # A byte-level token holds no space (it is spelled Ġ), so the one in a merge parts its two sides.
-    merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "tokenizer.ggml.merges")]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _texts(metadata, "tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     _check_merges(vocabulary, merges)
 
@@ -60,7 +63,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     A token is made of any two that are its halves. Those that a file adds to its vocabulary go before all others, then
     the likelier ones, and of equals those with the longer first half.
     """
-    tokens, scores = _required(metadata, "tokenizer.ggml.tokens"), _required(metadata, "tokenizer.ggml.scores")
+    tokens, scores = _texts(metadata, "tokenizer.ggml.tokens"), _numbers(metadata, "tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ValueError(f"expected tokenizer.ggml.scores to have {len(tokens)} entries, got {len(scores)}")
     # Runs of spaces stand in Gemma's files as they are, as added tokens; as ▁ the merges reach them.
@@ -76,10 +79,10 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     halves.sort(key=lambda half: (half[0], -len(half[1][1])))
-    merges, unknown = [sides for _, sides in halves], _special_id(metadata, "unknown")
+    merges, unknown = [sides for _, sides in halves], _special_id(metadata, "unknown", len(tokens))
     unknown = None if unknown is None else tokens[unknown]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
-    has_space_first = metadata.get("tokenizer.ggml.add_space_prefix", True)  # Llama 2's files need not say
+    has_space_first = _flag(metadata, "tokenizer.ggml.add_space_prefix", True)  # Llama 2's files need not say
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if has_space_first else spaces
     begins = [decoders.Strip(" ", 1, 0)] if has_space_first else []
@@ -90,12 +93,13 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def special_ids(metadata: Mapping[str, Any]) -> SpecialIds:
-    bos, eos, eot, eom = (_special_id(metadata, name) for name in ("bos", "eos", "eot", "eom"))
+    size = len(_texts(metadata, "tokenizer.ggml.tokens"))
+    bos, eos, eot, eom = (_special_id(metadata, name, size) for name in ("bos", "eos", "eot", "eom"))
     ends = {index for index in (eos, eot, eom) if index is not None}
     ends |= {index for index, token in _tokens_of_type(metadata, _SPECIAL) if token in _END_TEXTS}
     # Files of Llama 3 may leave the flag out and mean yes; all others mean no.
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.pre") == "llama-bpe")
-    return SpecialIds(bos, eos, bool(add_bos), frozenset(ends))
+    add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", str(metadata.get("tokenizer.ggml.pre")) == "llama-bpe")
+    return SpecialIds(bos, eos, add_bos, frozenset(ends))
 
 
 def _required(metadata: Mapping[str, Any], key: str) -> Any:
@@ -104,11 +108,34 @@ def _required(metadata: Mapping[str, Any], key: str) -> Any:
     return metadata[key]
 
 
-def _special_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    key, size = f"tokenizer.ggml.{name}_token_id", len(_required(metadata, "tokenizer.ggml.tokens"))
+def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
+    texts = _required(metadata, key)
+    if not isinstance(texts, list) or not set(map(type, texts)) <= {str}:
+        raise ValueError(f"expected {key} to be an array of texts, got {texts!r:.60}")
+    return texts
+
+
+def _numbers(metadata: Mapping[str, Any], key: str) -> Sequence[float] | np.ndarray:
+    numbers = _required(metadata, key)
+    if not isinstance(numbers, np.ndarray) and not (
+        isinstance(numbers, list) and set(map(type, numbers)) <= {int, float}
+    ):
+        raise ValueError(f"expected {key} to be an array of numbers, got {numbers!r:.60}")
+    return numbers
+
+
+def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    flag = metadata.get(key, default)
+    if not isinstance(flag, bool):
+        raise ValueError(f"expected {key} to be true or false, got {flag!r:.60}")
+    return flag
+
+
+def _special_id(metadata: Mapping[str, Any], name: str, size: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
     index = metadata.get(key)
-    if index is not None and index not in range(size):
-        raise ValueError(f"expected {key} to be one of the {size} tokens, got {index!r}")
+    if index is not None and (type(index) is not int or index not in range(size)):
+        raise ValueError(f"expected {key} to be one of the {size} tokens, got {index!r:.60}")
     return index
 
 
@@ -131,9 +158,9 @@ def _is_spaces(token: str) -> bool:
 
 
 def _tokens_of_type(metadata: Mapping[str, Any], kind: int) -> list[tuple[int, str]]:
-    tokens, types = _required(metadata, "tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if types is None:
+    if "tokenizer.ggml.token_type" not in metadata:
         return []
+    tokens, types = _texts(metadata, "tokenizer.ggml.tokens"), _numbers(metadata, "tokenizer.ggml.token_type")
     if len(types) != len(tokens):
         raise ValueError(f"expected tokenizer.ggml.token_type to have {len(tokens)} entries, got {len(types)}")
     return [

@@ -23,7 +23,11 @@ TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """How one kind of layer turns its heads. Hashable and static; the fields have their names in `config.json`."""
+    """How one kind of layer turns its heads. Hashable and static; the fields have their names in `config.json`.
+
+    Raises:
+        ValueError: a field's value cannot be right. (Fields that are missing show in `frequencies`.)
+    """
 
     rope_type: str = "default"
     rope_theta: float = 10_000.0
@@ -43,6 +47,19 @@ class RopeConfig:
     context_length: int | None = None  # longrope: the longest row to serve; past the original, `long_factor` holds
     interleaved: bool = False  # pairs are neighbours (2i, 2i + 1), not halves (i, i + R / 2)
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in _EXPECTED and not (value is None and field.default is None):
+                _check(field.name, value)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and high <= low:
+            raise ValueError(f"high_freq_factor: expected a number above low_freq_factor {low}, got {high}")
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast: expected a number of at least beta_slow {self.beta_slow}, got {self.beta_fast}"
+            )
+
     @staticmethod
     def from_hf(
         config: Mapping[str, Any], layer_type: str | None = None, *, context_length: int | None = None
@@ -58,36 +75,85 @@ class RopeConfig:
                 written, so a row cannot change from short to long factors on its way. None means short.
 
         Raises:
-            ValueError: `layer_type` is not one of the file's. (Fields that are missing show in `frequencies`.)
+            ValueError: `layer_type` is not one of the file's, or a field's value cannot be right. (Fields that are
+                missing show in `frequencies`.)
             NotImplementedError: the rope type is not one of `TYPES`.
         """
         parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if any(isinstance(value, Mapping) for value in parameters.values()):
+        if isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values()):
             if layer_type not in parameters:
                 raise ValueError(f"layer_type: expected one of {', '.join(parameters)}, got {layer_type!r}")
             parameters = parameters[layer_type]
         elif layer_type == "sliding_attention" and "rope_local_base_freq" in config:
             parameters = {"rope_theta": config["rope_local_base_freq"]}  # Gemma 3's local layers are not scaled
+            if parameters["rope_theta"] is not None:
+                _check("rope_local_base_freq", parameters["rope_theta"])
+        if not isinstance(parameters, Mapping):
+            raise ValueError(f"rope_parameters: expected an object, got {parameters!r}")
 
         outside = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
         fields = {name: value for name, value in {**outside, **parameters}.items() if value is not None}
         rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-        rope_type = {"su": "longrope"}.get(rope_type, rope_type)  # longrope's first name
+        rope_type = "longrope" if rope_type == "su" else rope_type  # its first name
         if rope_type not in TYPES:
             raise NotImplementedError(f"rope_type: expected one of {', '.join(TYPES)}, got {rope_type!r}")
 
         if rope_type in ("llama3", "yarn", "longrope"):
-            longest, name = config.get("max_position_embeddings"), "original_max_position_embeddings"
-            original = config.get(name) or parameters.get(name) or longest  # Phi-3's, beside the parameters, counts
-            fields[name] = original
-            if longest and rope_type != "llama3":
+            name, longest = "original_max_position_embeddings", config.get("max_position_embeddings")
+            places = (config.get(name), parameters.get(name), longest)  # Phi-3's, beside the parameters, counts
+            fields[name] = original = next((length for length in places if length is not None), None)
+            if longest is not None and rope_type != "llama3":
+                _check("max_position_embeddings", longest)
+                _check(name, original)
                 fields.setdefault("factor", longest / original)
         for name in ("short_factor", "long_factor"):
-            if name in fields:
+            if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])
         fields |= {"rope_type": rope_type, "context_length": context_length}
         known = {field.name for field in dataclasses.fields(RopeConfig)} - {"interleaved"}
         return RopeConfig(**{name: fields[name] for name in known if name in fields})
+
+
+_TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def _is_within(value: Any, least: float, most: float = _LARGEST) -> bool:
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return is_number and bool(least <= value <= most)
+
+
+_POSITIVE = "a positive float32", lambda value: _is_within(value, _TINY)
+# With a base of 1 all pairs would turn alike, and the variants divide by the logarithms of base and context.
+_ABOVE_1 = "a float32 above 1", lambda value: _is_within(value, math.nextafter(1, 2))
+_NOT_NEGATIVE = "a float32 of at least 0", lambda value: _is_within(value, 0)
+_FACTORS = (
+    "a sequence of positive float32",
+    lambda value: isinstance(value, tuple) and len(value) > 0 and all(_is_within(factor, _TINY) for factor in value),
+)
+_EXPECTED = {  # by the names of fields in `config.json`: in words, and as a predicate
+    "rope_theta": _ABOVE_1,
+    "rope_local_base_freq": _ABOVE_1,
+    "partial_rotary_factor": ("a number in (0, 1]", lambda value: _is_within(value, _TINY, 1)),
+    "factor": _POSITIVE,
+    "max_position_embeddings": _ABOVE_1,
+    "original_max_position_embeddings": _ABOVE_1,
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "truncate": ("true or false", lambda value: isinstance(value, bool)),
+    "mscale": _NOT_NEGATIVE,  # 0 is as if it were not given
+    "mscale_all_dim": _NOT_NEGATIVE,
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
+    "attention_factor": _POSITIVE,
+}
+
+
+def _check(name: str, value: Any) -> None:
+    expected, is_right = _EXPECTED[name]
+    if not is_right(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Float32[np.ndarray, "R/2"]:

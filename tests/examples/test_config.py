@@ -247,6 +247,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.5] * 8,
+    "original_max_position_embeddings": 64,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 STYLES = {
     "base": (LLAMA, {"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
@@ -306,9 +312,32 @@ def test_a_config_is_hashable() -> None:
 REFUSED = {
     "family": ({"model_type": "falcon"}, f"model_type to be one of {', '.join(FAMILIES)}, got 'falcon'"),
     "no family": ({"model_type": None}, "model_type to be one of .*, got None"),
+    "families": ({"model_type": ["llama"]}, r"model_type to be one of .*, got \['llama'\]"),
     "no text": ({"model_type": "gemma3"}, "text_config to be an object, got None"),
     "rope type": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: expected one of .*'dynamic'"),
     "rope parameters": ({"rope_parameters": "linear"}, "rope_parameters to be an object or null, got 'linear'"),
+    "rope object": ({"rope_parameters": {FULL: {}, SLIDING: 5}}, "rope: .*expected an object, got 5"),
+    "rope base of 0": ({"rope_theta": 0}, "rope: rope_theta: expected .* got 0"),
+    "rope base of text": ({"rope_theta": "x"}, "rope: rope_theta: expected .* got 'x'"),
+    "rope base that is endless": ({"rope_theta": math.inf}, "rope: rope_theta: expected .* got inf"),
+    "rope base that is none": ({"rope_theta": math.nan}, "rope: rope_theta: expected .* got nan"),
+    "rope base of 400 digits": ({"rope_theta": 10**400}, "rope: rope_theta: expected .* got 10{400}"),
+    "rope share": ({"partial_rotary_factor": 1.5}, r"rope: partial_rotary_factor: expected .* got 1\.5"),
+    "rope factor": ({"rope_scaling": {"type": "linear", "factor": -2}}, "rope: factor: expected .* got -2"),
+    "rope factor of text": ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope: factor: expected .* got '4'"),
+    "rope original": (
+        {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "original_max_position_embeddings": 0}},
+        "rope: original_max_position_embeddings: expected .* got 0",
+    ),
+    "rope ramp": (
+        {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "low_freq_factor": 4.0}},
+        "rope: high_freq_factor: expected a number above low_freq_factor 4.0, got 4.0",
+    ),
+    "no long factors": (
+        {"rope_scaling": LONGROPE | {"long_factor": None}},
+        "rope: longrope rope: expected long_factor, got None",
+    ),
+    "few long factors": ({"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "rope: long_factor: expected 8 .* got 1"),
     "rope field": ({"rope_scaling": {"type": "linear"}}, "rope: .*factor"),
     "rope size": ({"partial_rotary_factor": 0.2}, "rope: expected an even number .* got 3"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "not quantised, got quantization_config 'gptq'"),
@@ -317,14 +346,19 @@ REFUSED = {
     "missing": ({"hidden_size": None}, "hidden_size to be a whole number of at least 1, got None"),
     "size": ({"num_hidden_layers": "3"}, "num_hidden_layers to be a whole number of at least 1, got '3'"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers to be a whole number of at least 1, got 0"),
+    "size of 40 bits": ({"vocab_size": 2**40}, r"vocab_size to be a whole number below 2\*\*31, got 1099511627776"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings to be true or false, got 1"),
     "number": ({"rms_norm_eps": "tiny"}, "rms_norm_eps to be a positive number, got 'tiny'"),
+    "number of 400 digits": ({"rms_norm_eps": 10**400}, "rms_norm_eps to be a positive number, got 10{400}"),
     "groups": ({"num_key_value_heads": 3}, "whole groups per kv head, got 4 heads and 3 kv"),
     "heads": ({"hidden_size": 66}, "hidden_size to be a multiple of 4 heads .* got 66"),
     "layer count": ({"layer_types": [FULL]}, "layer_types to have 3 entries"),
     "layer type": ({"layer_types": [FULL, FULL, "chunked_attention"]}, "layer_types of .* got 'chunked_attention'"),
     "no window": ({"layer_types": [SLIDING] * 3}, "sliding_window to be a whole number of at least 1, got None"),
     "end": ({"eos_token_id": "</s>"}, "eos_token_id to be a token id or a list of them, got '</s>'"),
+    "end below 0": ({"eos_token_id": -1}, "eos_token_id to be a token id or a list of them, got -1"),
+    "end of 32 bits": ({"eos_token_id": [2, 2**31]}, r"a token id or a list of them, got \[2, 2147483648\]"),
+    "end of a flag": ({"eos_token_id": True}, "eos_token_id to be a token id or a list of them, got True"),
 }
 
 
@@ -338,14 +372,25 @@ def test_a_model_that_the_decoder_lacks_is_named(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{", "config.json: Expecting"), ("[1]", r"a JSON object, got \[1\]")]
+    ("content", "message"),
+    [
+        (b"{", "config.json: expected JSON, got Expecting"),
+        (b"[1]", r"config.json: expected a JSON object, got \[1\]"),
+        (b'{"a":' * 200_000, "config.json: expected JSON, got .* while decoding a JSON"),
+        (b'{"\xff": 1}', "config.json: expected UTF-8 text, got .* byte 0xff"),
+    ],
+    ids=["cut off", "no object", "too deep", "no UTF-8"],
 )
-def test_a_file_that_is_no_config(content: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_config(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         read_config(tmp_path)
+
+
+def test_an_end_token_beyond_the_vocabulary_never_comes_and_is_no_mistake() -> None:
+    assert model_config(LLAMA | {"eos_token_id": [2, 2**31 - 1]}).end_tokens == (2, 2**31 - 1)
 
 
 def test_more_experts_a_token_than_there_are() -> None:

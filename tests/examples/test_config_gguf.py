@@ -116,6 +116,7 @@ def test_gemma_3_of_27b_has_a_scale_of_its_own(opened: Callable[..., GGUFFile]) 
     assert config.attention.scale == (64 / 4) ** -0.5
 
 
+END = metadata("llama")
 GGUF_REFUSED = {
     "architecture": (metadata("falcon"), "expected an architecture of llama, gemma3, got 'falcon'"),
     "experts": (metadata("llama", expert_count=8), "llama.expert_count = 0, got 8"),
@@ -124,11 +125,44 @@ GGUF_REFUSED = {
         metadata("llama", **{"rope.scaling.type": "yarn"}),
         "'none' or 'linear', got 'yarn'",
     ),
-    "missing": (metadata("llama", context_length=None), "positive int for llama.context_length, got None"),
+    "missing": (metadata("llama", context_length=None), "positive int32 for llama.context_length, got None"),
     "groups": (metadata("llama", **{"attention.head_count_kv": 3}), "got 4 heads and 3 kv heads"),
     "odd": (metadata("llama", **{"attention.key_length": 15}), "an even head_dim, .* got 15"),
     "partial": (metadata("llama", **{"rope.dimension_count": 8}), r"of one size \(16\)"),
-    "window": (metadata("gemma3"), "positive int for gemma3.attention.sliding_window, got None"),
+    "base of 0": (metadata("llama", **{"rope.freq_base": 0.0}), "positive float32 for llama.rope.freq_base, got 0.0"),
+    "endless base": (metadata("llama", **{"rope.freq_base": math.inf}), "positive float32 for .*freq_base, got inf"),
+    "base of 1": (metadata("llama", **{"rope.freq_base": 1.0}), "rope_theta: expected .* got 1.0"),
+    "endless base of windows": (
+        metadata("gemma3", **GEMMA3, **{"rope.freq_base_swa": math.inf}),
+        "positive float32 for gemma3.rope.freq_base_swa, got inf",
+    ),
+    "endless factor": (
+        metadata("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": math.inf}),
+        "positive float32 for llama.rope.scaling.factor, got inf",
+    ),
+    "endless eps": (
+        metadata("llama", **{"attention.layer_norm_rms_epsilon": math.inf}),
+        "positive float32 for llama.attention.layer_norm_rms_epsilon, got inf",
+    ),
+    "eps that is no number": (
+        metadata("llama", **{"attention.layer_norm_rms_epsilon": math.nan}),
+        "positive float32 for llama.attention.layer_norm_rms_epsilon, got nan",
+    ),
+    "window of 40 bits": (
+        metadata("gemma3", **GEMMA3 | {"attention.sliding_window": np.uint64(2**40)}),
+        "positive int32 for gemma3.attention.sliding_window, got 1099511627776",
+    ),
+    "final softcap": (
+        metadata("gemma3", **GEMMA3, final_logit_softcapping="x"),
+        "positive float32 for gemma3.final_logit_softcapping, got 'x'",
+    ),
+    "architectures": (metadata("llama") | {"general.architecture": np.arange(2)}, "an architecture of .* got array"),
+    "expert counts": (metadata("llama", expert_count=np.arange(2)), "llama.expert_count = 0, got array"),
+    "rope types": (metadata("llama", **{"rope.scaling.type": np.arange(2)}), "'none' or 'linear', got array"),
+    "end of 32 bits": (END | {"tokenizer.ggml.eos_token_id": 2**31}, "eos_token_id to be a token id, got 2147483648"),
+    "end below 0": (END | {"tokenizer.ggml.eos_token_id": np.int32(-1)}, "eos_token_id to be a token id, got -1"),
+    "end of text": (END | {"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id to be a token id, got '</s>'"),
+    "window": (metadata("gemma3"), "positive int32 for gemma3.attention.sliding_window, got None"),
 }
 
 

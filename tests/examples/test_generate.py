@@ -1,6 +1,7 @@
 """The command line: it writes what the model says, and refuses what it cannot do before it computes anything."""
 
 import io
+import math
 import os
 import re
 import subprocess
@@ -16,6 +17,9 @@ from command_line import COUNT, Run, expected_text
 from tiny_llama import TinyLlama
 
 from decoder.chat import render_chat
+from decoder.config_gguf import gguf_config
+from decoder.gguf import open_gguf
+from decoder.shapes import parameter_shapes
 from decoder.text import gguf_template
 
 PROMPTS = ["hello world", "zzz", "the 42 cats"]
@@ -288,7 +292,36 @@ def test_a_file_that_is_not_utf_8_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     status, out, err = run("--file", tmp_path / "latin.txt")
     assert (status, out) == (2, "")
-    assert "utf-8" in err
+    assert re.search(r"--file .*latin\.txt: expected UTF-8 text, got .* byte 0xe9", err), err
+
+
+@pytest.mark.usefixtures("nothing_computed")
+def test_standard_input_that_is_not_utf_8_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    status, out, err = run("--file", "-")
+    assert (status, out) == (2, "")
+    assert "--file -: expected UTF-8 text, got" in err
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (0.5, r"the weights: expected at most the 0\.3 MB of memory that are free, got 0\.5 MB"),
+        (
+            1.01,
+            r"need 3 pages of 16 tokens, expected at most the cache's 0, which fit 80% of the 0\.0 MB that the weights",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("nothing_computed")
+def test_a_model_that_does_not_fit_the_memory_is_refused(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, share: float, message: str
+) -> None:
+    weights = 4 * sum(map(math.prod, parameter_shapes(gguf_config(open_gguf(model))).values()))
+    monkeypatch.setattr(generate, "free_bytes", lambda _: int(share * weights))
+    status, out, err = run("hello world and more " * 2)
+    assert (status, out) == (2, "")
+    assert re.search(message, err), err
 
 
 @pytest.mark.usefixtures("nothing_computed")
@@ -306,11 +339,17 @@ def test_a_model_that_is_not_there_is_refused(run: Run, tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, [], r"llama\.expert_count"),
         ({"llama.rope.scaling.type": "yarn"}, [], r"llama\.rope\.scaling\.type"),
         ({"llama.block_count": None}, [], r"llama\.block_count"),
-        ({"tokenizer.ggml.model": "bert"}, [], r"tokenizer\.ggml\.model .* got 'bert'"),
+        ({"tokenizer.ggml.model": "bert"}, [], r"other\.gguf: .* tokenizer\.ggml\.model .* got 'bert'"),
         ({"tokenizer.ggml.tokens": None}, [], r"tokenizer\.ggml\.tokens"),
+        ({"tokenizer.ggml.tokens": 7}, [], r"other\.gguf: expected tokenizer\.ggml\.tokens to be .* got 7"),
+        ({"tokenizer.ggml.merges": 7}, [], r"other\.gguf: expected tokenizer\.ggml\.merges to be .* got 7"),
+        ({"tokenizer.ggml.token_type": 7}, [], r"other\.gguf: expected tokenizer\.ggml\.token_type to be .* got 7"),
+        ({"tokenizer.ggml.eos_token_id": 2**31}, [], r"other\.gguf: expected .*eos_token_id .* got 2147483648"),
+        ({"tokenizer.chat_template": 7}, [], r"other\.gguf: expected tokenizer\.chat_template to be a text, got 7"),
         ({"tokenizer.chat_template": None}, [], "without a template"),
         ({"tokenizer.chat_template": "{{ raise_exception('no') }}"}, [], "got its error: no"),
         ({"tokenizer.chat_template": ""}, [], "prompt 1: .* empty"),
+        ({"tokenizer.ggml.tokens": 7}, ["--token-ids"], r"other\.gguf: expected tokenizer\.ggml\.tokens .* got 7"),
         ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None}, ["--raw"], "bos"),
     ],
 )
@@ -319,9 +358,10 @@ def test_a_model_that_is_not_supported_is_refused(
     run: Run, tiny: TinyLlama, tmp_path: Path, metadata: dict[str, Any], arguments: list[str], message: str
 ) -> None:
     path = tiny.save(tmp_path / "other.gguf", metadata=metadata)
-    status, out, err = run("hello", *arguments, path=path)
+    status, out, err = run(*arguments, "7" if arguments == ["--token-ids"] else "hello", path=path)
     assert (status, out) == (2, "")
     assert re.search(message, err), err
+    assert err.count("\n") == 1
 
 
 def test_a_tensor_type_that_is_not_supported_is_named(run: Run, tiny: TinyLlama, tmp_path: Path) -> None:

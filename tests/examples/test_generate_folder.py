@@ -268,6 +268,59 @@ def bad_end(folder: Path) -> None:
     change(folder / "generation_config.json", eos_token_id="</s>")
 
 
+def text_as_temperature(folder: Path) -> None:
+    change(folder / "generation_config.json", do_sample=True, temperature="a")
+
+
+def flag_as_top_p(folder: Path) -> None:
+    change(folder / "generation_config.json", do_sample=True, top_p=True)
+
+
+def end_of_64_bits(folder: Path) -> None:
+    change(folder / "generation_config.json", eos_token_id=[2, 2**40])
+
+
+def end_of_32_bits(folder: Path) -> None:
+    change(folder / "config.json", eos_token_id=2**31)
+
+
+def families(folder: Path) -> None:
+    change(folder / "config.json", model_type=["llama"])
+
+
+def no_rope_base(folder: Path) -> None:
+    change(folder / "config.json", rope_theta=0)
+
+
+def no_long_factors(folder: Path) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 16}
+    change(folder / "config.json", rope_scaling=scaling)
+
+
+def deep_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a":' * 200_000)
+
+
+def deep_settings(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("[" * 200_000)
+
+
+def deep_index(folder: Path) -> None:
+    (folder / INDEX).write_text("[" * 200_000)
+
+
+def nameless_template(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", chat_template=["x"])
+
+
+def template_without_text(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", chat_template=[{"name": "default"}])
+
+
+def latin_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes("café".encode("latin-1"))
+
+
 def bad_json(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{")
 
@@ -293,6 +346,19 @@ def no_config(folder: Path) -> None:
         (small_vocabulary, r"prompt 1: expected token ids below 100, .* embeddings, got \d+"),
         (bad_sampling, r"generation_config\.json: top_p: expected a number in \(0, 1\], got 2\.0"),
         (bad_end, r"generation_config\.json: expected eos_token_id to be a token id .* got '</s>'"),
+        (text_as_temperature, r"generation_config\.json: expected temperature to be a number, got 'a'"),
+        (flag_as_top_p, r"generation_config\.json: expected top_p to be a number, got True"),
+        (end_of_64_bits, r"generation_config\.json: expected eos_token_id to be .* got \[2, 1099511627776\]"),
+        (end_of_32_bits, r"config\.json: expected eos_token_id to be .* got 2147483648"),
+        (families, r"config\.json: expected model_type to be one of .* got \['llama'\]"),
+        (no_rope_base, r"config\.json: rope: rope_theta: expected .* got 0"),
+        (no_long_factors, r"config\.json: rope: longrope rope: expected long_factor, got None"),
+        (deep_config, r"config\.json: expected JSON, got .* while decoding a JSON"),
+        (deep_settings, r"tokenizer_config\.json: expected JSON, got .* while decoding a JSON"),
+        (deep_index, r"index\.json: expected JSON, got .* while decoding a JSON"),
+        (nameless_template, r"tokenizer_config\.json: expected chat_template to be .* got \['x'\]"),
+        (template_without_text, r"tokenizer_config\.json: expected chat_template to be .* got \[{'name': 'default'}\]"),
+        (latin_template, r"chat_template\.jinja: expected UTF-8 text, got .* byte 0xe9"),
         (bad_json, r"generation_config\.json: expected JSON, got"),
         (no_config, r"No such file or directory: '.*config\.json'"),
     ],
@@ -304,4 +370,4 @@ def test_a_folder_that_cannot_be_used_says_why(
     status, out, err = run("hello")
     assert (status, out) == (2, "")
     assert re.search(message, err), err
-    assert "Traceback" not in err
+    assert err.count("\n") == 1

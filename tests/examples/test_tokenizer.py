@@ -4,6 +4,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,15 @@ def test_special_ids(changes: dict[str, Any], expected: SpecialIds) -> None:
         ({"merges": ["he"]}, ValueError, r"expected merges of two tokens .* got \('he',\)"),
         ({"merges": ["q q"]}, ValueError, r"expected merges of two tokens .* got \('q', 'q'\)"),
         ({"token_type": [1]}, ValueError, r"token_type to have \d+ entries, got 1"),
+        ({"model": ["gpt2"]}, NotImplementedError, r"tokenizer\.ggml\.model to be .* got \['gpt2'\]"),
+        ({"pre": ["smollm"]}, NotImplementedError, r"tokenizer\.ggml\.pre to be one of .* got \['smollm'\]"),
+        ({"tokens": 7}, ValueError, r"tokenizer\.ggml\.tokens to be an array of texts, got 7"),
+        ({"tokens": [["x"]]}, ValueError, r"tokenizer\.ggml\.tokens to be an array of texts, got \[\['x'\]\]"),
+        ({"merges": 7}, ValueError, r"tokenizer\.ggml\.merges to be an array of texts, got 7"),
+        ({"merges": np.arange(2)}, ValueError, r"tokenizer\.ggml\.merges to be an array of texts, got array"),
+        ({"token_type": 7}, ValueError, r"tokenizer\.ggml\.token_type to be an array of numbers, got 7"),
+        ({"token_type": ["x"]}, ValueError, r"tokenizer\.ggml\.token_type to be an array of numbers, got \['x'\]"),
+        ({"model": "llama", "scores": 7}, ValueError, r"scores to be an array of numbers, got 7"),
     ],
 )
 def test_metadata_that_cannot_be_used(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -126,9 +136,10 @@ def test_metadata_that_cannot_be_used(changes: dict[str, Any], error: type[Excep
         build_tokenizer(tiny_metadata(**changes))
 
 
-def test_an_id_outside_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.eos_token_id to be one of the \d+ tokens, got 99999"):
-        special_ids(tiny_metadata(eos_token_id=99999))
+@pytest.mark.parametrize("index", [99999, -1, 2.0, True, "</s>", [2], np.arange(2)], ids=repr)
+def test_an_id_that_is_none_of_the_vocabularys(index: Any) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.eos_token_id to be one of the \d+ tokens, got "):
+        special_ids(tiny_metadata(eos_token_id=index))
 
 
 # --- Sentencepiece ----------------------------------------------------------------------------------------------------
