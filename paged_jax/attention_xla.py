@@ -19,7 +19,7 @@ from pallas_kernels import softmax
 
 _KEYS_PER_TILE = 128
 _KEYS_PER_RAGGED_TILE = 64  # the scores of a tile of many queries are soon larger than a CPU's caches
-_MAX_QUERIES_PER_TILE = 64
+_MAX_QUERIES_PER_TILE = 32  # more leave a short row's tile half empty, and cost a CPU as much
 
 
 class _QueryTiles(NamedTuple):

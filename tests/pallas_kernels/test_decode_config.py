@@ -200,8 +200,25 @@ def shipped():
     return found.values()
 
 
+WIDE = {
+    "heads": LLAMA._replace(group=71, head_dim=64, v_head_dim=64),
+    "dims": LLAMA._replace(head_dim=256, v_head_dim=256),
+}
+ALONE = {"Llama": LLAMA, "one byte": LLAMA._replace(kv_dtype="int8"), "vllm": LLAMA._replace(layout="vllm"), **WIDE}
+
+
+@every_device
+@pytest.mark.parametrize("shape", ALONE.values(), ids=ALONE)
+def test_what_the_heuristic_chooses_for_any_device_lowers_for_cuda(shape, device):
+    assert_lowers(shape, config.heuristic(shape, device))
+
+
 @pytest.mark.parametrize(("shape", "chosen"), shipped(), ids=str)
 def test_shipped_entries_lower_for_cuda(shape, chosen):
+    assert_lowers(shape, chosen)
+
+
+def assert_lowers(shape, chosen):
     sizes = {"L": 1, "P": 64, "C": 16, "K": 2, "H": shape.head_dim}
     dtype = jnp.dtype(shape.kv_dtype)
     k, v = (jax.ShapeDtypeStruct(pool_shape(axes, sizes, dtype.itemsize), dtype) for axes in AXES[shape.layout])
