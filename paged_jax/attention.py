@@ -73,11 +73,18 @@ def paged_attention(
     q = jnp.asarray(q)
     query_lengths = None if query_lengths is None else as_int32("query_lengths", query_lengths)
     _validate_rows(q, cache, table, query_lengths)
-    num_heads, head_dim = q.shape[1:]
     if implementation is not None and implementation not in backends.IMPLEMENTATIONS:
         known = ", ".join(map(repr, backends.IMPLEMENTATIONS))
         raise ValueError(f"implementation: expected None or one of {known}, got {implementation!r}")
-    scale, soft_cap = arguments.validate_options(scale, soft_cap, num_partitions, head_dim)
+    options = arguments.validate_options(
+        q,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        num_partitions=num_partitions,
+    )
     arrays = {
         "q": q,
         "k_pages": cache.k,
@@ -88,15 +95,15 @@ def paged_attention(
         "lengths": table.lengths,
         "query_lengths": query_lengths,
         "layer": arguments.validate_layer(layer, cache.num_layers),
-        "window": arguments.validate_window(window),
-        "sinks": arguments.validate_per_head("sinks", sinks, num_heads),
-        "alibi_slopes": arguments.validate_per_head("alibi_slopes", alibi_slopes, num_heads),
+        "window": options.window,
+        "sinks": options.sinks,
+        "alibi_slopes": options.alibi_slopes,
     }
     attend = functools.partial(
         _attend,
         layout=cache.layout,
-        scale=scale,
-        soft_cap=soft_cap,
+        scale=options.scale,
+        soft_cap=options.soft_cap,
         num_partitions=num_partitions,
         implementation=implementation,
     )

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Int
 
-from paged_jax import layouts
 from paged_jax.integers import require_positive
+from pallas_kernels import arguments
 from pallas_kernels.arguments import DTYPES
-from pallas_kernels.quantisation import is_quantised
+from pallas_kernels.layouts import pool_axes
 
 if TYPE_CHECKING:
     from paged_jax.block_table import BlockTable
@@ -58,27 +58,12 @@ def validate_pools(cache: PagedCache) -> None:
         ValueError: the layout or a dtype is unknown, the shapes of the pools contradict the layout, each other or the
             page size, or scales are missing, not as the pools want them, or there without need.
     """
-    pools = {"k": cache.k, "v": cache.v}
-    for (name, pool), axes in zip(pools.items(), layouts.pool_axes(cache.layout), strict=True):
-        if pool.ndim != len(axes):
-            raise ValueError(
-                f"cache: expected {name} [{', '.join(axes)}] in layout {cache.layout!r}, got shape {pool.shape}"
-            )
-        if pool.dtype.name not in DTYPES:
-            raise ValueError(f"cache: expected {name} of dtype {', '.join(DTYPES)}, got {pool.dtype}")
-    sizes = layouts.pool_sizes(layouts.pool_axes(cache.layout)[0], cache.k.shape) | {"C": cache.page_size}
-    expected = layouts.pool_shapes(cache.layout, cache.k.dtype, v_head_dim=cache.v_head_dim, **sizes)
-    if (cache.k.shape, cache.v.shape) != expected:
-        raise ValueError(
-            f"cache: expected k {expected[0]} and v {expected[1]} in layout {cache.layout!r} with pages of "
-            f"{cache.page_size} cells, got k {cache.k.shape} and v {cache.v.shape}"
-        )
-    shape = tuple(sizes[axis] for axis in layouts.SCALE_AXES)
-    for (name, pool), scale in zip(pools.items(), (cache.k_scale, cache.v_scale), strict=True):
-        got = None if scale is None else f"{scale.dtype}{list(scale.shape)}"
-        expected = f"float32{list(shape)}" if is_quantised(pool.dtype) else None
-        if got != expected:
-            raise ValueError(f"cache: expected {name}_scale {expected} beside {name} of {pool.dtype}, got {got}")
+    names = ("k", "v", "k_scale", "v_scale")
+    pools = (getattr(cache, name) for name in names)
+    arguments.validate_pools(*pools, layout=cache.layout, owner="cache", names=names)
+    cells = cache.k.shape[pool_axes(cache.layout)[0].index("C")]
+    if cells != cache.page_size:
+        raise ValueError(f"cache: expected pages of {cache.page_size} cells, got k {cache.k.shape} with {cells}")
 
 
 def validate_table(cache: PagedCache, table: BlockTable) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from paged_jax.cache_check import validate_pools
 from pallas_kernels.layouts import SCALE_AXES, Sizes, pool_axes, pool_index, pool_shape, pool_sizes
 
 if TYPE_CHECKING:
@@ -106,8 +107,6 @@ def convert(cache: PagedCache, layout: str) -> PagedCache:
         ValueError: the layout is unknown, or packs more bytes together than a head_dim divides into; or the pools are
             not as their own layout says.
     """
-    from paged_jax.cache_check import validate_pools  # which asks this module for the shapes of pools
-
     validate_pools(cache)
     sizes = pool_sizes(pool_axes(cache.layout)[0], cache.k.shape)
     shapes = pool_shapes(layout, cache.k.dtype, v_head_dim=cache.v_head_dim, **sizes)

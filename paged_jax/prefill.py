@@ -69,12 +69,21 @@ def prefill_attention(
                 f"{name}: expected a floating array of shape {expected}, as the tokens were written, "
                 f"got {array.dtype}{list(array.shape)}"
             )
+    options = arguments.validate_options(
+        q,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        num_partitions=None,
+    )
     arrays = {
         "query_lengths": as_int32("query_lengths", query_lengths),
         "layer": arguments.validate_layer(layer, cache.num_layers),
-        "window": arguments.validate_window(window),
-        "sinks": arguments.validate_per_head("sinks", sinks, q.shape[1]),
-        "alibi_slopes": arguments.validate_per_head("alibi_slopes", alibi_slopes, q.shape[1]),
+        "window": options.window,
+        "sinks": options.sinks,
+        "alibi_slopes": options.alibi_slopes,
     }
 
     def walk(operands):
@@ -83,8 +92,8 @@ def prefill_attention(
             q,
             cache,
             table,
-            scale=scale,
-            soft_cap=soft_cap,
+            scale=options.scale,
+            soft_cap=options.soft_cap,
             return_lse=return_lse,
             implementation=implementation,
             **arrays,
@@ -96,12 +105,7 @@ def prefill_attention(
     way = prefill_way(q, k, v, cache, rows=table.max_rows, max_context=max_context, is_plain=is_plain)
     if implementation is not None or way == "paged" or not cudnn.is_there(table.max_rows):
         return arguments.forward_only(walk, operands)
-    dense = functools.partial(
-        _attend_densely,
-        max_context=max_context,
-        scale=arguments.validate_options(scale, None, None, cache.head_dim)[0],
-        return_lse=return_lse,
-    )
+    dense = functools.partial(_attend_densely, max_context=max_context, scale=options.scale, return_lse=return_lse)
     return arguments.forward_only(functools.partial(platform_choice.choose, {"cuda": dense}, walk), operands)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
+from jaxtyping import Array, Shaped
 
 LAYOUTS = {
     "NHD": ("LPCKH", "LPCKH"),
@@ -79,19 +79,3 @@ def require_addressable(k_pages: Shaped[Array, "..."], v_pages: Shaped[Array, ".
     for name, pool in (("k_pages", k_pages), ("v_pages", v_pages)):
         if obstacle := offset_obstacle(pool):
             raise NotImplementedError(f"{name}: the kernel {obstacle}")
-
-
-def stack_pools(
-    k_pages: Float[Array, "..."], v_pages: Float[Array, "..."], layer: int | Int[Array, ""] | None, layout: str
-) -> tuple[tuple[str, str], Float[Array, "..."], Float[Array, "..."], Int32[Array, " 1"]]:
-    """Axes of K and V, their pools with an L axis, and the layer as kernels take it; without a layer L is 1."""
-    k_axes, v_axes = pool_axes(layout)
-    if layer is None:
-        layer = 0
-        k_pages, v_pages = jnp.expand_dims(k_pages, k_axes.index("L")), jnp.expand_dims(v_pages, v_axes.index("L"))
-    return (k_axes, v_axes), k_pages, v_pages, jnp.asarray(layer, jnp.int32).reshape(1)
-
-
-def stack_scales(scales: Float32[Array, "*L P C K"] | None) -> Float32[Array, "L P C K"] | None:
-    """The scales of a quantised pool with an L axis, as `stack_pools` gives pools one."""
-    return None if scales is None else scales.reshape(-1, *scales.shape[-3:])

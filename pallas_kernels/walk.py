@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels import arguments, pairs, softmax
-from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable, stack_pools, stack_scales
+from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable
 from pallas_kernels.quantisation import is_quantised, power_of_two
 
 iota = functools.partial(jnp.arange, dtype=jnp.int32)
@@ -79,18 +79,15 @@ def open_pools(
         ValueError: the layout is unknown, or the arrays are not as it says, or do not fit each other.
         NotImplementedError: a head_dim or a pool of a size that the kernels cannot do.
     """
-    arguments.validate_pools(k_pages, v_pages, k_scales, v_scales, has_layers=layer is not None, layout=layout)
-    if layer is not None:
-        layer = arguments.validate_layer(layer, k_pages.shape[0])
-    axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
-    k_sizes, v_sizes = (pool_sizes(*pool) for pool in zip(axes, (k_pages.shape, v_pages.shape), strict=True))
+    axes, pools, scales, layer = arguments.stack_pools(k_pages, v_pages, k_scales, v_scales, layer=layer, layout=layout)
+    k_sizes, v_sizes = (pool_sizes(of, pool.shape) for of, pool in zip(axes, pools, strict=True))
     form = Form(axes, (k_pages.dtype, v_pages.dtype), k_sizes["K"], k_sizes["H"], v_sizes["H"])
     if obstacle := arguments.head_dim_obstacle(form.head_dim, form.v_head_dim):
         raise NotImplementedError(f"the kernel {obstacle}")
     tables = arguments.validate_integers("block_tables", block_tables, (None, None))
-    k_pages, v_pages = pairs.view(axes[0], k_pages), pairs.view(axes[1], v_pages)
-    require_addressable(k_pages, v_pages)
-    return Pools(k_pages, v_pages, stack_scales(k_scales), stack_scales(v_scales), tables, layer), form
+    k, v = (pairs.view(of, pool) for of, pool in zip(axes, pools, strict=True))
+    require_addressable(k, v)
+    return Pools(k, v, *scales, tables, layer), form
 
 
 def fold(

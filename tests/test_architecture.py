@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "paged_jax.platform_choice": set(),
     "paged_jax.backends": {"pallas_kernels", "platform_choice"},
     "paged_jax.step": {"block_table", "integers", "pallas_kernels.integers"},
-    "paged_jax.layouts": {"pallas_kernels.layouts"},
+    "paged_jax.layouts": {"cache_check", "pallas_kernels.layouts"},
     "paged_jax.cache": {
         "backends",
         "block_table",
@@ -53,7 +53,7 @@ MAY_IMPORT = {
         "pallas_kernels.integers",
         "pallas_kernels.quantisation",
     },
-    "paged_jax.cache_check": {"integers", "layouts", "pallas_kernels.arguments", "pallas_kernels.quantisation"},
+    "paged_jax.cache_check": {"integers", "pallas_kernels", "pallas_kernels.arguments", "pallas_kernels.layouts"},
     "paged_jax.cache_write_xla": {"layouts", "pallas_kernels.quantisation"},
     "paged_jax.swap": {"block_table", "cache", "cache_check", "integers", "pallas_kernels.integers"},
     "paged_jax.attention_xla": {"block_table", "layouts", "pallas_kernels.softmax"},

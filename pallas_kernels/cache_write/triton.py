@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels import arguments
-from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable, stack_pools, stack_scales
+from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable
 from pallas_kernels.quantisation import quantise
 from pallas_kernels.walk import iota, load
 
@@ -98,31 +98,27 @@ def cache_write(
         ValueError: an argument does not fit; says what was expected and what was given.
         NotImplementedError: a pool of a size that the kernel cannot address.
     """
-    arguments.validate_pools(k_pages, v_pages, k_scales, v_scales, has_layers=layer is not None, layout=layout)
-    if layer is not None:
-        layer = arguments.validate_layer(layer, k_pages.shape[0])
-    slots = arguments.validate_integers("slots", slots, (None,))
     before = (k_pages, v_pages, k_scales, v_scales)
-    axes, k_pages, v_pages, layer = stack_pools(k_pages, v_pages, layer, layout)
-    for name, vectors, pool_axes, pool in (("k", k, axes[0], k_pages), ("v", v, axes[1], v_pages)):
+    axes, pools, scales, layer = arguments.stack_pools(*before, layer=layer, layout=layout)
+    slots = arguments.validate_integers("slots", slots, (None,))
+    for name, vectors, pool_axes, pool in zip("kv", (k, v), axes, pools, strict=True):
         sizes = pool_sizes(pool_axes, pool.shape)
         if vectors.shape != (expected := (slots.size, sizes["K"], sizes["H"])):
             raise ValueError(f"{name}: expected shape {expected}, got {vectors.shape}")
-    require_addressable(k_pages, v_pages)
+    require_addressable(*pools)
     if not slots.size:
         return before
-    k_scales, v_scales = stack_scales(k_scales), stack_scales(v_scales)
     tokens = max(1, _ELEMENTS // pl.next_power_of_2(max(k.shape[2], v.shape[2])))
     tokens = min(tokens, pl.next_power_of_2(slots.size))
     operands = (layer, slots, k, v)
-    pools = ((k_pages, v_pages), (k_scales, v_scales))
+    stacked = (pools, scales)
     after = pl.pallas_call(
         functools.partial(_kernel, axes=axes, tokens=tokens),
         grid=(k.shape[1], pl.cdiv(slots.size, tokens)),
-        out_shape=jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), pools),
-        input_output_aliases={len(operands) + i: i for i in range(len(jax.tree.leaves(pools)))},
+        out_shape=jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), stacked),
+        input_output_aliases={len(operands) + i: i for i in range(len(jax.tree.leaves(stacked)))},
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="cache_write",
-    )(*operands, pools)
+    )(*operands, stacked)
     return jax.tree.map(lambda pool, like: pool.reshape(like.shape), (*after[0], *after[1]), before)

@@ -168,12 +168,16 @@ def paged_decode(
     if rows != pools.tables.shape[0]:
         raise ValueError(f"q: expected one token for each of {pools.tables.shape[0]} rows, got {rows}")
     lengths = arguments.validate_integers("lengths", lengths, (rows,))
-    sinks, alibi_slopes = (
-        arguments.validate_per_head(name, array, num_heads)
-        for name, array in (("sinks", sinks), ("alibi_slopes", alibi_slopes))
+    options = arguments.validate_options(
+        q,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        num_partitions=num_partitions,
     )
-    scale, soft_cap = arguments.validate_options(scale, soft_cap, num_partitions, head_dim)
-    window = arguments.validate_window(window)
+    window = options.window
     if not rows:
         out, lse = jnp.zeros((0, num_heads, v_head_dim), q.dtype), jnp.zeros((0, num_heads), jnp.float32)
         return (out, lse) if return_lse else out
@@ -195,8 +199,8 @@ def paged_decode(
         pools,
         None if window is None else window.reshape(1),
         q,
-        sinks,
-        alibi_slopes,
+        options.sinks,
+        options.alibi_slopes,
         partitions,
         arrivals,
     )
@@ -214,8 +218,8 @@ def paged_decode(
         functools.partial(
             _fold_kernel,
             form=form,
-            scale=scale,
-            soft_cap=soft_cap,
+            scale=options.scale,
+            soft_cap=options.soft_cap,
             tile=config.tile,
             ptx=device.ptx,
         ),

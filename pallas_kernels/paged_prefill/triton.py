@@ -205,12 +205,16 @@ def paged_prefill(
         arguments.validate_integers(name, array, pools.tables.shape[:1])
         for name, array in (("lengths", lengths), ("query_lengths", query_lengths))
     )
-    sinks, alibi_slopes = (
-        arguments.validate_per_head(name, array, num_heads)
-        for name, array in (("sinks", sinks), ("alibi_slopes", alibi_slopes))
+    options = arguments.validate_options(
+        q,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        num_partitions=num_partitions,
     )
-    scale, soft_cap = arguments.validate_options(scale, soft_cap, num_partitions, head_dim)
-    window = arguments.validate_window(window)
+    window = options.window
     if not tokens:
         out, lse = jnp.zeros((0, num_heads, v_head_dim), q.dtype), jnp.zeros((0, num_heads), jnp.float32)
         return (out, lse) if return_lse else out
@@ -238,8 +242,8 @@ def paged_prefill(
         None if window is None else window.reshape(1),
         q,
         lengths,
-        sinks,
-        alibi_slopes,
+        options.sinks,
+        options.alibi_slopes,
         tiles,
         partitions,
         arrivals,
@@ -258,8 +262,8 @@ def paged_prefill(
         functools.partial(
             _kernel,
             form=form,
-            scale=scale,
-            soft_cap=soft_cap,
+            scale=options.scale,
+            soft_cap=options.soft_cap,
             config=config,
             ptx=device.ptx,
         ),
