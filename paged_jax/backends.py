@@ -50,8 +50,23 @@ def attend(
         return pallas_kernels.paged_prefill(**arguments, return_lse=True)
 
     obstacle = _obstacle(arrays, static["layout"])
-    if obstacle and implementation not in (None, "xla"):
-        raise NotImplementedError(f"implementation {implementation!r}: {obstacle}; use 'xla' or None")
+    _require_able(implementation, obstacle)
+    return _run(arrays, xla, triton, implementation, is_xla_better=obstacle is not None)
+
+
+def attend_cascade(
+    arrays: dict[str, Any], *, reference: Callable[..., Outputs], implementation: str | None, **static
+) -> Outputs:
+    """Runs cascade attention, as `attend` does; of the operands `num_shared` takes the place of `query_lengths`."""
+
+    def xla(arrays):
+        return reference(**arrays, **static)
+
+    def triton(arrays, **where):
+        return pallas_kernels.paged_cascade(**arrays, **static, **where, return_lse=True)
+
+    obstacle = _obstacle(arrays, static["layout"])
+    _require_able(implementation, obstacle)
     return _run(arrays, xla, triton, implementation, is_xla_better=obstacle is not None)
 
 
@@ -108,6 +123,11 @@ def _refuse(arrays):
         f"implementation 'triton' runs on {' and '.join(platform_choice.GPU_PLATFORMS)} only, and this program is "
         "lowered for another platform; use None or 'xla' there, or 'triton_interpret' to test the kernel"
     )
+
+
+def _require_able(implementation: str | None, obstacle: str | None) -> None:
+    if obstacle and implementation not in (None, "xla"):
+        raise NotImplementedError(f"implementation {implementation!r}: {obstacle}; use 'xla' or None")
 
 
 def _obstacle(arrays: dict[str, Any], layout: str) -> str | None:

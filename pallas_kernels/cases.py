@@ -178,5 +178,7 @@ PREFILL_CASES = (
     PrefillCase("1 x 32768, 4 tokens", (32768,), (4,), "drafts"),
     PrefillCase("32 x 8448, 8192 shared", (8448,) * 32, (1,) * 32, "cascade", shared_tokens=8192),
     PrefillCase("32 x 1280, 1024 shared", (1280,) * 32, (1,) * 32, "cascade", shared_tokens=1024),
+    PrefillCase("16 x 1280, 1024 shared", (1280,) * 16, (1,) * 16, "cascade", shared_tokens=1024),
+    PrefillCase("8 x 1280, 1024 shared", (1280,) * 8, (1,) * 8, "cascade", shared_tokens=1024),
     PrefillCase("4 x 8448, 8192 shared", (8448,) * 4, (1,) * 4, "cascade", shared_tokens=8192),
 )  # fmt: skip

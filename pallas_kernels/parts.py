@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +27,22 @@ class Part(NamedTuple):
     count: Int32[Array, ""]
     kv_head: Int32[Array, ""]
     width: int  # queries that share the kv head
+
+    @property
+    def run(self) -> Run:
+        """All parts of the same softmax."""
+        first, column = self.entry - self.index, self.kv_head * self.width
+        return Run(self.out_ref, self.lse_ref, first, self.count, column)
+
+
+class Run(NamedTuple):
+    """Parts that lie side by side, and where in each of them the queries are."""
+
+    out_ref: Any
+    lse_ref: Any
+    first: Int32[Array, ""]
+    count: Int32[Array, ""]
+    column: Int32[Array, ""]
 
 
 def settle(
@@ -52,37 +69,40 @@ def settle(
 
         @pl.when(arrived == part.count - 1)
         def merge_all():
-            store_whole(*merge(part, lanes=lse.size, volatile=True))
+            store_whole(*merge((part.run,), part.width, lanes=lse.size, volatile=True))
 
 
-def merge(part: Part, *, lanes: int, volatile: bool) -> tuple[Float32[Array, "Q v_dim"], Float32[Array, " Q"]]:
-    """Joins all parts: an online softmax whose keys are the parts.
+def merge(
+    runs: Sequence[Run], width: int, *, lanes: int, volatile: bool
+) -> tuple[Float32[Array, "Q v_dim"], Float32[Array, " Q"]]:
+    """Joins the parts of `width` queries: an online softmax whose keys are the parts.
 
     A lane is one query of one of the parts at hand; lanes of a query are merged at the end.
     """
-    v_head_dim, width = part.out_ref.shape[2], part.width
+    v_head_dim = runs[0].out_ref.shape[2]
     v_dim = iota(pl.next_power_of_2(v_head_dim))
     queries = pl.next_power_of_2(width)
     at_a_time = max(1, lanes // queries)
     lane = iota(at_a_time * queries)
     which, query = lax.div(lane, np.int32(queries)), lax.rem(lane, np.int32(queries))
-    column = part.kv_head * width + query
 
-    def fold_parts(i, state):
+    def fold_parts(run: Run, i, state):
         index = i * at_a_time + which
-        is_part = (index < part.count) & (query < width)
-        entry = part.entry - part.index + index
-        lse = plgpu.load(part.lse_ref.at[entry, column], mask=is_part, other=-jnp.inf, volatile=volatile)
+        is_part = (index < run.count) & (query < width)
+        entry, column = run.first + index, run.column + query
+        lse = plgpu.load(run.lse_ref.at[entry, column], mask=is_part, other=-jnp.inf, volatile=volatile)
         out = plgpu.load(
-            part.out_ref.at[entry[:, None], column[:, None], v_dim[None, :]],
+            run.out_ref.at[entry[:, None], column[:, None], v_dim[None, :]],
             mask=is_part[:, None] & (v_dim < v_head_dim)[None, :],
             other=0,
             volatile=volatile,
         )
         return softmax.update(state, lse[:, None], lambda weights: weights * out, unit=softmax.LOG2_E, masked=True)
 
-    turns = partition.ceil_div(part.count, at_a_time)
-    state = lax.fori_loop(0, turns, fold_parts, softmax.init(lane.shape, v_dim.size))
+    state = softmax.init(lane.shape, v_dim.size)
+    for run in runs:
+        turns = partition.ceil_div(run.count, at_a_time)
+        state = lax.fori_loop(0, turns, functools.partial(fold_parts, run), state)
     out, lse = softmax.finish(state, unit=softmax.LOG2_E)
     if at_a_time > 1:
         out, lse = softmax.merge(out.reshape(at_a_time, queries, v_dim.size), lse.reshape(at_a_time, queries))

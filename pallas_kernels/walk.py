@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pallas_kernels import arguments, pairs, softmax
+from pallas_kernels import arguments, pairs, partition, softmax
 from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable
 from pallas_kernels.quantisation import is_quantised, power_of_two
 
@@ -88,6 +88,18 @@ def open_pools(
     k, v = (pairs.view(of, pool) for of, pool in zip(axes, pools, strict=True))
     require_addressable(k, v)
     return Pools(k, v, *scales, tables, layer), form
+
+
+def share(
+    num_keys: Int32[Array, ""], index: Int32[Array, ""], count: np.int32 | Int32[Array, ""], tile: int
+) -> tuple[Stretch, ...]:
+    """The `index`-th of `count` shares of the tiles of keys that every query sees; the one that is partial is last."""
+    num_tiles = partition.ceil_div(num_keys, tile)
+    each = lax.div(num_tiles + (count - 1), count)
+    first = index * each
+    end = jnp.minimum(first + each, num_tiles)
+    full_end = jnp.maximum(first, jnp.minimum(end, lax.div(num_keys, np.int32(tile))))
+    return Stretch(first, full_end, masked=False), Stretch(full_end, end, masked=True)
 
 
 def fold(

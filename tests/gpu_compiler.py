@@ -36,7 +36,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The kernels' settings become those of this GPU."""
     gpu = GPUS[name]
     device = Device(gpu.processors, gpu.shared_memory_kib << 10, gpu.kind)
-    for kernel in ("paged_decode", "paged_prefill"):
+    for kernel in ("paged_cascade", "paged_decode", "paged_prefill"):
         module = importlib.import_module(f"pallas_kernels.{kernel}.triton")
         monkeypatch.setattr(module, "current_device", lambda _=None: device)
 

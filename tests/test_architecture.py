@@ -67,7 +67,15 @@ MAY_IMPORT = {
         "pallas_kernels.integers",
         "pallas_kernels.softmax",
     },
-    "paged_jax.cascade": {"attention", "block_table", "cache"},
+    "paged_jax.cascade": {
+        "attention",
+        "backends",
+        "block_table",
+        "cache",
+        "cascade_xla",
+        "pallas_kernels.arguments",
+    },
+    "paged_jax.cascade_xla": {"attention_xla", "layouts", "pallas_kernels.softmax"},
     "paged_jax.cudnn": set(),
     "paged_jax.prefill": {
         "attention",

@@ -47,9 +47,9 @@ def cascade(implementation, has_options):
     return lambda q, pool: attend(q, pool.cache, pool.table)
 
 
-def assert_accurate_cascade(pool, implementation, has_options):
-    lengths = pool.lengths
-    q = np.random.default_rng(3).standard_normal((len(lengths), 6, 16)).astype(pool.cache.k.dtype)
+def assert_accurate_cascade(pool, implementation, has_options, q_dtype=None):
+    lengths, q_dtype = pool.lengths, q_dtype or pool.cache.k.dtype
+    q = np.random.default_rng(3).standard_normal((len(lengths), 6, pool.cache.head_dim)).astype(q_dtype)
     q[lengths == 0] = np.nan
     out, lse = cascade(implementation, has_options)(q, pool)
     truth, dense = meaning(q, pool, None, OPTIONS if has_options else {})
@@ -75,9 +75,25 @@ def test_cascade_is_dense_attention(lengths, num_shared, dtype, has_options, imp
     assert_accurate_cascade(pool, implementation, has_options)
 
 
-@pytest.mark.parametrize("rows", [1, 33, 70])  # of 6 heads over 2 kv heads: 21 rows share 64 lanes
-def test_rows_beyond_what_one_program_takes(rows):
-    assert_accurate_cascade(pool_of(np.arange(rows) % 5 + 8, 2), "xla", has_options=False)
+@every
+@pytest.mark.parametrize("rows", [1, 23])  # of 6 heads over 2 kv heads: 10 rows share a program in float32
+def test_rows_beyond_what_one_program_takes(rows, implementation):
+    assert_accurate_cascade(pool_of(np.arange(rows) % 5 + 8, 2), implementation, has_options=False)
+
+
+@every
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (F32, {"layout": "vllm", "v_head_dim": 32}),
+        (BF16, {"layout": "head_major", "head_dim": 24}),
+        *((dtype, {"layout": layout}) for dtype, layout in zip(pools.QUANTISED, ("vllm", "HND", "NHD"), strict=True)),
+    ],
+    ids=str,
+)
+def test_pools_of_any_kind(dtype, sizes, implementation):
+    pool = pool_of((30, 0, 17, 18, 23), 4, dtype, **sizes)
+    assert_accurate_cascade(pool, implementation, has_options=True, q_dtype=BF16 if dtype is BF16 else F32)
 
 
 @pytest.mark.parametrize(

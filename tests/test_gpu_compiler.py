@@ -8,7 +8,7 @@ import pools
 import pytest
 from gpu_compiler import GPUS, compile_for, needs_gpu_compiler, use_device
 
-from paged_jax import BlockTable, PagedCache, backends, cache_write_xla, paged_attention
+from paged_jax import BlockTable, PagedCache, backends, cache_write_xla, cascade_attention, paged_attention
 from pallas_kernels.cases import DECODE_CASES, PREFILL_CASES
 from pallas_kernels.layouts import LAYOUTS
 from pallas_kernels.token_fill import token_fill
@@ -59,6 +59,26 @@ def test_prefill_compiles(gpu, case, monkeypatch):
     counts = jax.ShapeDtypeStruct((len(case.lengths),), jnp.int32)
     compiled = compile_for(gpu, attend, queries(case, sum(case.query_lengths)), cache, table, counts)
     assert "paged_prefill" in compiled.as_text()
+
+
+@every_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case.pool for case in PREFILL_CASES if case.tag == "cascade"),
+        *(case for case in DECODE_CASES if "quantised" in case.tags or case.layout == "vllm"),
+        *(case for case in DECODE_CASES if case.name.startswith(("Falcon", "SmolLM2")) or "head_dim 256" in case.name),
+    ],
+    ids=lambda case: case.name,
+)
+def test_cascade_compiles(gpu, case, monkeypatch):
+    use_device(monkeypatch, gpu)
+
+    def attend(q, cache, table):
+        return cascade_attention(q, cache, table, implementation="triton")
+
+    compiled = compile_for(gpu, attend, queries(case, len(case.lengths)), *shapes(case))
+    assert "paged_cascade" in compiled.as_text()
 
 
 @pytest.mark.parametrize("write", ["xla", "triton"])

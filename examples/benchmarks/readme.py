@@ -90,17 +90,14 @@ def shapes_table(file: str, *tags: str) -> str:
 
 
 def prefill_table() -> str:
-    """Cases that the newest run has not are those of runs before; what a row compares was measured in one."""
-    names = ("prefill-h200.json", "prefill-mixed-h200.json", "prefill-fresh-h200.json")
-    runs = [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names]
-    cases = {name: case for run in reversed(runs) for name, case in run["cases"].items()}
+    results = json.loads((RESULTS / "prefill-h200.json").read_text(encoding="utf-8"))
     rows = []
     for case in PREFILL_CASES:
-        (_, ours), *others = cases[case.name]["microseconds"].items()
+        (_, ours), *others = results["cases"][case.name]["microseconds"].items()
         ratios = ", ".join(f"{other.removeprefix('paged_jax, ')} {time / ours:.2f}" for other, time in others)
         rows.append((case.name, f"{ours:.0f}", f"{case.flops / ours / 1e6:.0f}", ratios))
     return (
-        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(runs[0])}. The last "
+        f"Several tokens per row, one layer of 32 heads over 8 kv heads x 128, bfloat16; {_where(results)}. The last "
         "column tells how many times as long others take, and our own other ways:\n\n"
         + _table(("rows and tokens", "paged_jax, us", "TFLOP/s", "others"), rows)
         + "\n"

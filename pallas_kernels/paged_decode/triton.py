@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
@@ -62,18 +60,11 @@ def _fold_kernel(
         q = load(q_ref.at[row, head[:, None], dim[None, :]], is_head[:, None] & (dim < head_dim)[None, :])
         begin = 0 if window_ref is None else jnp.maximum(length - window_ref[0], 0)  # the first key the query sees
 
-        # Share the row's tiles out over its partitions; the one tile that may be partial comes last.
-        num_keys = length - begin
-        num_tiles = partition.ceil_div(num_keys, tile)
-        per_partition = lax.div(num_tiles + (count - 1), count)
-        first = index * per_partition
-        end = jnp.minimum(first + per_partition, num_tiles)
-        full_end = jnp.maximum(first, jnp.minimum(end, lax.div(num_keys, np.int32(tile))))
         out, lse = walk.fold(
             q,
             length - 1,
             walk.Keys(pools_ref, form, pools_ref.layer[0], row, kv_head, begin, length),
-            (walk.Stretch(first, full_end, masked=False), walk.Stretch(full_end, end, masked=True)),
+            walk.share(length - begin, index, count, tile),
             tile=tile,
             scale=scale,
             soft_cap=soft_cap,
@@ -112,7 +103,7 @@ def _merge_kernel(
     @pl.when((index == 0) & (count > 1))
     def merge():
         part = Part(part_out_ref, part_lse_ref, entry, index, count, kv_head, group)
-        _store_row(out_ref, lse_ref, row, kv_head, group, *parts.merge(part, lanes=16, volatile=False))
+        _store_row(out_ref, lse_ref, row, kv_head, group, *parts.merge((part.run,), group, lanes=16, volatile=False))
 
 
 def _store_row(out_ref, lse_ref, row, kv_head, group: int, out, lse):

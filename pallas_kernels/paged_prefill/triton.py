@@ -143,9 +143,8 @@ def _merge_kernel(
     def merge():
         part = Part(part_out_ref, part_lse_ref, entry, index, count, kv_head, width)
         first_token = tiles_ref.first_token[query_tile]
-        _store_tokens(
-            out_ref, lse_ref, first_token, num_tokens, kv_head, group, *parts.merge(part, lanes=16, volatile=False)
-        )
+        out, lse = parts.merge((part.run,), width, lanes=16, volatile=False)
+        _store_tokens(out_ref, lse_ref, first_token, num_tokens, kv_head, group, out, lse)
 
 
 def _lanes(queries: int, group: int, kv_head):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cache_write, paged_decode, paged_prefill
+from pallas_kernels import cache_write, paged_cascade, paged_decode, paged_prefill
 
 POOL = (9, 4, 2, 16)  # [P, C, K, H]
 GOOD = {
@@ -22,6 +22,7 @@ ONE_BYTE = {"k_pages": jnp.ones(POOL, jnp.int8), "v_pages": jnp.ones(POOL, jnp.i
 attend = {
     "decode": functools.partial(paged_decode, interpret=True),
     "prefill": functools.partial(paged_prefill, query_lengths=jnp.ones(3, jnp.int32), interpret=True),
+    "cascade": functools.partial(paged_cascade, num_shared=jnp.int32(0), interpret=True),
 }
 every_kernel = pytest.mark.parametrize("attend", attend.values(), ids=attend)
 
@@ -47,14 +48,16 @@ MISTAKES = {
     "scales of another dtype": ONE_BYTE | SCALES | {"v_scales": jnp.ones(POOL[:3], jnp.bfloat16)},
     "scales without need": SCALES,
     "a layer of one": {"layer": 0},
-    "a window of none": {"window": 0},
-    "a window of several": {"window": jnp.ones(2, jnp.int32)},
     "a soft cap of none": {"soft_cap": 0.0},
     "a negative soft cap": {"soft_cap": -1.0},
     "a scale that is no number": {"scale": float("nan")},
     "sinks of other heads": {"sinks": jnp.ones(3)},
     "one sink": {"sinks": 1.0},
     "slopes of integers": {"alibi_slopes": jnp.ones(4, jnp.int32)},
+}
+OF_SOME = {
+    "a window of none": {"window": 0},
+    "a window of several": {"window": jnp.ones(2, jnp.int32)},
     "no partitions": {"num_partitions": 0},
 }
 
@@ -62,6 +65,13 @@ MISTAKES = {
 @every_kernel
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_what_does_not_fit_is_refused(mistake, attend):
+    with pytest.raises(ValueError, match=r"(?s)expected.*got"):
+        attend(**GOOD | mistake)
+
+
+@pytest.mark.parametrize("attend", [attend["decode"], attend["prefill"]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("mistake", OF_SOME.values(), ids=OF_SOME)
+def test_options_of_some_kernels_that_do_not_fit_are_refused(mistake, attend):
     with pytest.raises(ValueError, match=r"(?s)expected.*got"):
         attend(**GOOD | mistake)
 
@@ -75,8 +85,11 @@ def test_a_layer_that_is_not_there_is_refused(layer, attend):
 
 
 def test_rows_and_tokens_that_differ_are_refused():
-    with pytest.raises(ValueError, match="q: expected one token for each of 3 rows, got 2"):
-        attend["decode"](**GOOD | {"q": GOOD["q"][:2]})
+    for name in ("decode", "cascade"):
+        with pytest.raises(ValueError, match="q: expected one token for each of 3 rows, got 2"):
+            attend[name](**GOOD | {"q": GOOD["q"][:2]})
+    with pytest.raises(ValueError, match=r"num_shared: expected shape \[\], got \(3,\)"):
+        attend["cascade"](**GOOD, num_shared=jnp.zeros(3, jnp.int32))
     with pytest.raises(ValueError, match=r"query_lengths: expected shape \[3\], got \(4,\)"):
         attend["prefill"](**GOOD, query_lengths=jnp.asarray([0, 1, 2, 3]))  # cumulative ones
 

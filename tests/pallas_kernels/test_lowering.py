@@ -1,5 +1,6 @@
-"""Every decode kernel that can be chosen lowers for CUDA on a host without a GPU."""
+"""Every attention kernel that can be chosen lowers for CUDA on a host without a GPU."""
 
+import functools
 import itertools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from lowering import lower_for_cuda
 
-from paged_jax import BlockTable, PagedCache, paged_attention
+from paged_jax import BlockTable, PagedCache, cascade_attention, paged_attention
 
 HEADS = [(4, 4), (8, 2), (5, 1), (7, 1), (12, 2), (14, 2), (16, 1), (64, 8), (71, 1)]
 DIMS = [(16, 16), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128)]
@@ -49,6 +50,7 @@ def lower_decode(
     num_partitions,
     layout="NHD",
     tokens=None,
+    is_cascade=False,
     **options,
 ):
     table = jax.eval_shape(lambda: BlockTable.create(11, page_size, 3, 4))
@@ -63,11 +65,10 @@ def lower_decode(
     arrays = {name: option for name, option in options.items() if isinstance(option, jax.ShapeDtypeStruct)}
     static = {name: option for name, option in options.items() if name not in arrays}
 
+    op = cascade_attention if is_cascade else functools.partial(paged_attention, num_partitions=num_partitions)
+
     def attend(q, cache, table, layer, arrays):
-        return paged_attention(
-            q, cache, table, layer=layer, num_partitions=num_partitions, return_lse=True, implementation="triton",
-            **arrays, **static,
-        )  # fmt: skip
+        return op(q, cache, table, layer=layer, return_lse=True, implementation="triton", **arrays, **static)
 
     return lower_for_cuda(attend, q, cache, table, jax.ShapeDtypeStruct((), jnp.int32), arrays)
 
@@ -122,6 +123,26 @@ def test_ragged_queries_lower(
     )
     assert "paged_prefill" in text
     assert "triton" in text
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "q_dtype", "kv_dtype", "num_partitions",
+     "layout"),
+    CASES[1::6],
+)  # fmt: skip
+def test_cascades_lower(
+    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout
+):
+    del num_partitions
+    options = {name: OPTIONS[name] for name in ("scale", "soft_cap")} if page_size > 16 else {}
+    if page_size > 16:
+        options["alibi_slopes"] = options["sinks"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+    text = lower_decode(
+        num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, None, layout, is_cascade=True,
+        **options,
+    )  # fmt: skip
+    assert "paged_cascade" in text
+    assert "merge_cascade" in text
 
 
 def test_automatic_choice_takes_the_kernel_on_cuda_only():
