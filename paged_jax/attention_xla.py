@@ -2,7 +2,8 @@
 
 Queries are grouped into query tiles whose tokens belong to one row and share one walk over its pages; in decode a query
 tile is one token. The walk visits the pages between the first and the last key that a tile's queries see, so its cost
-follows the longest live row and not the width of the block table.
+follows the longest live row and not the width of the block table. Query tiles walk in waves, one wave after another:
+each lasts as long as its own longest walk, so that a prompt's first tokens do not walk as far as its last ones.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from pallas_kernels import softmax
 _KEYS_PER_TILE = 128
 _KEYS_PER_RAGGED_TILE = 64  # the scores of a tile of many queries are soon larger than a CPU's caches
 _MAX_QUERIES_PER_TILE = 32  # more leave a short row's tile half empty, and cost a CPU as much
+_QUERIES_PER_WAVE = 128  # more walk further above the diagonal; fewer leave little to do in parallel
 
 
 class _QueryTiles(NamedTuple):
-    """S tiles of Q query tokens each; entries that hold no token have token T and position −1."""
+    """W waves of S tiles of Q query tokens each; entries that hold no token have token T and position −1."""
 
-    token: Int32[Array, "S Q"]  # index in the packed tokens
-    row: Int32[Array, " S"]
-    position: Int32[Array, "S Q"]
+    token: Int32[Array, "*W S Q"]  # index in the packed tokens
+    row: Int32[Array, "*W S"]
+    position: Int32[Array, "*W S Q"]
 
 
 def attend(
@@ -51,8 +53,8 @@ def attend(
 ) -> tuple[Float[Array, "T N Hv"], Float32[Array, "T N"]]:
     """Attention output in q's dtype and log-sum-exp; the arguments are `paged_attention`'s, validated there.
 
-    O(query tiles · longest live row) work; each query tile and partition holds about 128 gathered cells at a time, or a
-    page if that is more.
+    O(query tiles · longest walk of their wave) work; each query tile and partition of one wave holds about 128 gathered
+    cells at a time, or a page if that is more.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = layouts.pool_sizes(layouts.pool_axes(layout)[0], k_pages.shape)["K"]
@@ -61,41 +63,46 @@ def attend(
     if num_partitions is None:
         num_partitions = 1  # one loop serves all tiles: splitting it gains nothing
 
-    q_tiles = q.at[tiles.token].get(mode="fill", fill_value=0).astype(jnp.float32)
-    q_tiles = jnp.moveaxis(q_tiles.reshape(*tiles.token.shape, num_kv_heads, group, head_dim), 1, 3)
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(1, 1, num_kv_heads, group, 1, 1)
 
-    outs, lses = _fold_partitions(
-        q_tiles,
-        k_pages,
-        v_pages,
-        k_scales,
-        v_scales,
-        block_tables,
-        tiles,
-        layer,
-        window,
-        slopes,
-        layout=layout,
-        scale=scale,
-        soft_cap=soft_cap,
-        num_partitions=num_partitions,
-    )
-    out, lse = softmax.merge(outs, lses) if num_partitions > 1 else (outs[0], lses[0])  # [S, K, G, Q, ..]
-    if sinks is not None:
-        out, lse = softmax.with_sink(out, lse, sinks.astype(jnp.float32).reshape(1, num_kv_heads, group, 1))
+    def fold_wave(wave):
+        q_tiles = q.at[wave.token].get(mode="fill", fill_value=0).astype(jnp.float32)
+        q_tiles = jnp.moveaxis(q_tiles.reshape(*wave.token.shape, num_kv_heads, group, head_dim), 1, 3)
+        outs, lses = _fold_partitions(
+            q_tiles,
+            k_pages,
+            v_pages,
+            k_scales,
+            v_scales,
+            block_tables,
+            wave,
+            layer,
+            window,
+            slopes,
+            layout=layout,
+            scale=scale,
+            soft_cap=soft_cap,
+            num_partitions=num_partitions,
+        )
+        out, lse = softmax.merge(outs, lses) if num_partitions > 1 else (outs[0], lses[0])  # [S, K, G, Q, ..]
+        if sinks is not None:
+            out, lse = softmax.with_sink(out, lse, sinks.astype(jnp.float32).reshape(1, num_kv_heads, group, 1))
+        return out.astype(q.dtype), lse
 
-    def unpack(tiled, empty):  # [S, K, G, Q, ..] → [T, N, ..]; tokens of no row keep what an empty row has
-        by_token = jnp.moveaxis(tiled, 3, 1).reshape(tiles.token.size, num_heads, *tiled.shape[4:])
-        packed = jnp.full((num_tokens, num_heads, *tiled.shape[4:]), empty, tiled.dtype)
+    out, lse = lax.map(fold_wave, tiles)
+
+    def unpack(tiled, empty):  # [W, S, K, G, Q, ..] → [T, N, ..]; tokens of no row keep what an empty row has
+        by_token = jnp.moveaxis(tiled, 4, 2).reshape(tiles.token.size, num_heads, *tiled.shape[5:])
+        packed = jnp.full((num_tokens, num_heads, *tiled.shape[5:]), empty, tiled.dtype)
         return packed.at[tiles.token.reshape(-1)].set(by_token, mode="drop")
 
-    return unpack(out.astype(q.dtype), 0), unpack(lse, -jnp.inf)
+    return unpack(out, 0), unpack(lse, -jnp.inf)
 
 
 def _decode_tiles(lengths: Int32[Array, " B"]) -> _QueryTiles:
-    row = jnp.arange(lengths.size, dtype=jnp.int32)
-    return _QueryTiles(token=row[:, None], row=row, position=lengths[:, None] - 1)
+    """One wave: no row is known to be shorter than another."""
+    row = jnp.arange(lengths.size, dtype=jnp.int32)[None]
+    return _QueryTiles(token=row[..., None], row=row, position=lengths[None, :, None] - 1)
 
 
 def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"], num_tokens: int) -> _QueryTiles:
@@ -104,6 +111,8 @@ def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"]
     mean_queries = max(1, num_tokens // max(1, rows))
     queries = min(_MAX_QUERIES_PER_TILE, 1 << (mean_queries - 1).bit_length())
     num_tiles = num_tokens // queries + min(rows, num_tokens)  # each row may leave one tile partly filled
+    waves = max(1, -(-num_tiles * queries // _QUERIES_PER_WAVE))
+    num_tiles += -num_tiles % waves
 
     query_lengths = jnp.maximum(query_lengths, 0)
     row_tiles = _ceil_div(query_lengths, queries)
@@ -117,11 +126,12 @@ def _ragged_tiles(lengths: Int32[Array, " B"], query_lengths: Int32[Array, " B"]
     first_tile, first_token = tile_end - row_tiles, jnp.cumsum(query_lengths, dtype=jnp.int32) - query_lengths
     offset = (tile[:, None] - of_row(first_tile)) * queries + jnp.arange(queries, dtype=jnp.int32)[None, :]
     is_token = offset < of_row(query_lengths)
-    return _QueryTiles(
+    tiles = _QueryTiles(
         token=jnp.where(is_token, of_row(first_token) + offset, num_tokens),
         row=row,
         position=jnp.where(is_token, of_row(lengths) - of_row(query_lengths) + offset, -1),
     )
+    return _QueryTiles(*(array.reshape(waves, -1, *array.shape[1:]) for array in tiles))
 
 
 def _fold_partitions(

@@ -67,6 +67,10 @@ def _model(name: str, heads: tuple[int, int], head_dim: int, **options) -> Decod
     return _equal(name, 32, 4096, heads, head_dim, "model", **options)
 
 
+def _single(name: str, heads: tuple[int, int], head_dim: int, **options) -> DecodeCase:
+    return _equal(f"1 x 4096, {name}", 1, 4096, heads, head_dim, "single", **options)
+
+
 def _shape(name: str, rows: int, heads: tuple[int, int], head_dim: int, **options) -> DecodeCase:
     return _equal(f"{rows} x 4096, {name}", rows, 4096, heads, head_dim, "shape", **options)
 
@@ -101,6 +105,13 @@ DECODE_CASES = (
     _model("gpt-oss 20B, sinks", (64, 8), 64, sinks=True),
     _model("Falcon 7B, one kv head", (71, 1), 64),
     _model("SmolLM2 135M", (9, 3), 64),
+    _single("Llama 3 8B", (32, 8), 128),
+    _single("Llama 3 8B, int8", (32, 8), 128, kv_dtype="int8"),
+    _single("Llama 3 8B, vllm", (32, 8), 128, layout="vllm"),
+    _single("Llama 3 70B", (64, 8), 128),
+    _single("Gemma 2 9B", (16, 8), 256, soft_cap=50.0),
+    _single("gpt-oss 20B", (64, 8), 64, sinks=True),
+    _single("SmolLM2 135M", (9, 3), 64),
     # About 1 GB of K and V each, as "64 x 4096", and in one way unlike it.
     _shape("head_dim 64", 128, (32, 8), 64),
     _shape("head_dim 256", 32, (32, 8), 256),

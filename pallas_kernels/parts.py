@@ -52,8 +52,10 @@ def settle(
     arrivals_ref: Any,  # [owners, K] parts that are done, zeros at first; None: another launch merges
     owner: Int32[Array, ""],
     store_whole: Callable[[Float32[Array, "Q v_dim"], Float32[Array, " Q"]], None],
+    *,
+    lanes: int,
 ) -> None:
-    """Stores a softmax of one part as it is; or a part of it and, if all others are there, the whole."""
+    """Stores a softmax of one part as it is; or a part of it and, if all others are there, the whole, merged."""
 
     @pl.when(part.count == 1)
     def store_only_part():
@@ -69,7 +71,7 @@ def settle(
 
         @pl.when(arrived == part.count - 1)
         def merge_all():
-            store_whole(*merge((part.run,), part.width, lanes=lse.size, volatile=True))
+            store_whole(*merge((part.run,), part.width, lanes=lanes, volatile=True))
 
 
 def merge(

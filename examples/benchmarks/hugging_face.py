@@ -32,19 +32,19 @@ def to_transformers(model: Decoder) -> transformers.LlamaForCausalLM:
     weights = {"model.embed_tokens.weight": model.embedding.embedding, "model.norm.weight": model.norm.scale}
     weights["lm_head.weight"] = model.embedding.embedding if config.tied_embeddings else model.head.weight
     for i, layer in enumerate(model.layers):
-        attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{i}"
+        prefix, qkv, gate_up = f"model.layers.{i}", layer.attention.qkv.weight, layer.mlp.gate_up.weight
         weights |= {
             f"{prefix}.input_layernorm.weight": layer.attention_norm.scale,
             f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm.scale,
-            f"{prefix}.self_attn.q_proj.weight": attention.query.weight,
-            f"{prefix}.self_attn.k_proj.weight": attention.key.weight,
-            f"{prefix}.self_attn.v_proj.weight": attention.value.weight,
-            f"{prefix}.self_attn.o_proj.weight": attention.out.weight,
-            f"{prefix}.mlp.gate_proj.weight": mlp.gate.weight,
-            f"{prefix}.mlp.up_proj.weight": mlp.up.weight,
-            f"{prefix}.mlp.down_proj.weight": mlp.down.weight,
+            f"{prefix}.self_attn.q_proj.weight": qkv[:, :-2].reshape(-1, config.width),
+            f"{prefix}.self_attn.k_proj.weight": qkv[:, -2].reshape(-1, config.width),
+            f"{prefix}.self_attn.v_proj.weight": qkv[:, -1].reshape(-1, config.width),
+            f"{prefix}.self_attn.o_proj.weight": layer.attention.out.weight,
+            f"{prefix}.mlp.gate_proj.weight": gate_up[0],
+            f"{prefix}.mlp.up_proj.weight": gate_up[1],
+            f"{prefix}.mlp.down_proj.weight": layer.mlp.down.weight,
         }
-    peer.load_state_dict({name: torch.from_numpy(np.array(weight.get_value())) for name, weight in weights.items()})
+    peer.load_state_dict({name: torch.from_numpy(np.array(weight)) for name, weight in weights.items()})
     return peer.eval()
 
 

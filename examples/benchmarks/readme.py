@@ -287,6 +287,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "pallas_kernels/README.md": {
         "shapes": functools.partial(shapes_table, "decode-shapes-h200.json", "shape", "scaling"),
+        "single": functools.partial(shapes_table, "decode-single-h200.json", "single"),
         "ladder": ladder_table,
         "counters": counters_table,
     },

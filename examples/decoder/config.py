@@ -32,6 +32,11 @@ class AttentionConfig:
     softcap: float | None = None
     sinks: bool = False  # one logit a head, in the softmax's denominator only
 
+    @property
+    def group(self) -> int:
+        """Query heads of each kv head, which follow each other."""
+        return self.num_heads // self.num_kv_heads
+
 
 @dataclass(frozen=True)
 class ExpertsConfig:

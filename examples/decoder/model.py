@@ -1,7 +1,8 @@
 """The decoder: a Flax NNX model of any family that a `ModelConfig` describes, with its K and V in a `PagedCache`.
 
 The cache is an explicit argument and result, never hidden in the module: it stays a plain pytree that a jitted step can
-donate and a `while_loop` can carry. Matrices are [out, in] as files store them.
+donate and a `while_loop` can carry. Matrices that take the same in are one: a step of few rows spends its time reading
+weights, and a large matrix is read faster than its parts.
 """
 
 import functools
@@ -81,7 +82,7 @@ class Decoder(nnx.Module):
         )
         self.norm = _norm(config, config.width, dtype, rngs)
         if not config.tied_embeddings:
-            self.head = Linear(config.width, config.vocab_size, dtype, rngs)
+            self.head = Linear(config.width, (config.vocab_size,), dtype, rngs)
 
     def __call__(
         self, tokens: Int32[Array, " T"], step: Step, cache: Any, attend: Attend = attend_paged
@@ -160,11 +161,11 @@ class Layer(nnx.Module):
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
         self.config = attention = config.attention
-        width, kv_width = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        self.query = Linear(config.width, width, dtype, rngs, attention.qkv_bias)
-        self.key = Linear(config.width, kv_width, dtype, rngs, attention.qkv_bias)
-        self.value = Linear(config.width, kv_width, dtype, rngs, attention.qkv_bias)
-        self.out = Linear(width, config.width, dtype, rngs, attention.out_bias)
+        # For each kv head its query heads, its key and its value, so that a mesh can split the matrix by kv heads.
+        heads = (attention.num_kv_heads, attention.group + 2, attention.head_dim)
+        self.qkv = Linear(config.width, heads, dtype, rngs, attention.qkv_bias)
+        width = attention.num_heads * attention.head_dim
+        self.out = Linear(width, (config.width,), dtype, rngs, attention.out_bias)
         if attention.qk_norm:
             self.query_ln, self.key_ln = (_norm(config, attention.head_dim, dtype, rngs) for _ in range(2))
         self.sinks = nnx.Param(jnp.zeros(attention.num_heads, dtype)) if attention.sinks else None
@@ -172,9 +173,9 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], rotation: Rotation, step: Step, cache: Any, attend: Attend, layer, window
     ) -> tuple[Float[Array, "T D"], Any]:
-        num_tokens = x.shape[0]
-        projections = (self.query, self.key, self.value)
-        q, k, v = (project(x).reshape(num_tokens, -1, self.config.head_dim) for project in projections)
+        num_tokens, group = x.shape[0], self.config.group
+        parts = jnp.split(self.qkv(x), (group, group + 1), axis=2)
+        q, k, v = (part.reshape(num_tokens, -1, self.config.head_dim) for part in parts)
         if self.config.qk_norm:
             q, k = self.query_ln(q), self.key_ln(k)
         heads, cache = attend(
@@ -196,12 +197,12 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
         mlp = config.mlp
         self.activate = _ACTIVATIONS[mlp.activation]
-        self.gate = Linear(config.width, mlp.width, dtype, rngs, mlp.bias)
-        self.up = Linear(config.width, mlp.width, dtype, rngs, mlp.bias)
-        self.down = Linear(mlp.width, config.width, dtype, rngs, mlp.bias)
+        self.gate_up = Linear(config.width, (2, mlp.width), dtype, rngs, mlp.bias)
+        self.down = Linear(mlp.width, (config.width,), dtype, rngs, mlp.bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(self.activate(self.gate(x)) * self.up(x))
+        gate_up = self.gate_up(x)
+        return self.down(self.activate(gate_up[:, 0]) * gate_up[:, 1])
 
 
 class Mixture(nnx.Module):
@@ -209,7 +210,7 @@ class Mixture(nnx.Module):
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, dtype, rngs: nnx.Rngs):
         self.per_token = experts.per_token
-        self.router = Linear(config.width, experts.count, dtype, rngs, has_bias=True)
+        self.router = Linear(config.width, (experts.count,), dtype, rngs, has_bias=True)
         self.experts = Experts(config, experts, dtype, rngs)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -249,15 +250,16 @@ class Experts(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix, [out, in], and maybe a bias."""
+    """A matrix, [*out, in], and maybe a bias."""
 
-    def __init__(self, in_features: int, out_features: int, dtype, rngs: nnx.Rngs, has_bias: bool = False):
-        initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
-        self.weight = nnx.Param(initial(rngs.params(), (out_features, in_features), dtype))
-        self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if has_bias else None
+    def __init__(self, in_features: int, out_shape: tuple[int, ...], dtype, rngs: nnx.Rngs, has_bias: bool = False):
+        initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=range(len(out_shape)))
+        self.weight = nnx.Param(initial(rngs.params(), (*out_shape, in_features), dtype))
+        self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if has_bias else None
 
-    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
-        y = _multiply(x, self.weight[...])
+    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T *out"]:
+        weight = self.weight[...]
+        y = _multiply(x, weight.reshape(-1, x.shape[1])).reshape(-1, *weight.shape[:-1])
         return y if self.bias is None else y + self.bias[...]
 
 

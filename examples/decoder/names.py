@@ -1,4 +1,4 @@
-"""Which tensor of a model file fills which parameter: a table of names for each family, in each layout of files.
+"""Which tensor of a model file is which part of which parameter: a table for each family, in each layout of files.
 
 A family's table holds all that its models may have; which of it one model has, its config tells.
 """
@@ -9,33 +9,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 from decoder.config import ModelConfig
-from decoder.shapes import parameter_shapes
+from decoder.shapes import parameter_parts
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The parameters that one tensor holds, and how it holds them."""
+    """The parts of parameters that one tensor holds, and how it holds them."""
 
-    paths: tuple[str, ...]
+    parts: tuple[str, ...]  # names in `parameter_parts`
     form: Literal[
         "as it is",
         "less one",  # Gemma's norms multiply by 1 + w
-        "rows",  # several parameters, one below the other
-        "alternating",  # several parameters whose columns take turns
+        "rows",  # several parts, one below the other
+        "alternating",  # several parts whose columns take turns
         "neighbours",  # Q or K, for a rotation of neighbouring pairs where ours lie half a head apart
     ] = "as it is"
 
 
 def stored_tensors(config: ModelConfig, layout: str, present: Collection[str]) -> dict[str, Stored]:
     """The tensors that files of this model have, by name; `present`, the names in them, tells how those begin."""
-    shapes, found = parameter_shapes(config), {}
+    parts, found = parameter_parts(config), {}
     begin = next((begin for begin in _BEGINNINGS if f"{begin}embed_tokens.weight" in present), "model.")
     for name, stored in NAMES[layout][config.family].items():
         name = begin + name.removeprefix("model.") if name.startswith("model.") else name
         for i in range(config.num_layers if "{i}" in name else 1):
-            paths = tuple(path.replace("{i}", str(i)) for path in stored.paths)
-            if shapes.keys() >= set(paths):  # or else this model has no such part
-                found[name.replace("{i}", str(i))] = Stored(paths, stored.form)
+            names = tuple(part.replace("{i}", str(i)) for part in stored.parts)
+            if parts.keys() >= set(names):  # or else this model has no such part
+                found[name.replace("{i}", str(i))] = Stored(names, stored.form)
     return found
 
 
@@ -54,12 +54,12 @@ _IGNORED = re.compile(
 
 
 def _table(layers: str, top: Mapping[str, str | Stored], layer: Mapping[str, str | Stored]) -> dict[str, Stored]:
-    """Names → parameters; those of `layer` begin with `layers` and stand for every layer {i}."""
+    """Names → parts; those of `layer` begin with `layers` and stand for every layer {i}."""
     table = {name: _stored(part) for name, part in top.items()}
     for name, part in layer.items():
-        part = _stored(part)
-        paths = tuple(f"layers.{{i}}.{path}" for path in part.paths)
-        table[f"{layers}.{{i}}.{name}"] = Stored(paths, part.form)
+        stored = _stored(part)
+        parts = tuple(f"layers.{{i}}.{part}" for part in stored.parts)
+        table[f"{layers}.{{i}}.{name}"] = Stored(parts, stored.form)
     return table
 
 
@@ -132,7 +132,7 @@ _GGUF_GEMMA3 = (
     }
 )
 
-# Layout → family → the name of a tensor → the parameters in it.
+# Layout → family → the name of a tensor → the parts in it.
 NAMES = {
     "hugging face": {
         "llama": _hugging_face(_ATTENTION | _MLP | _NORMS),

@@ -34,10 +34,10 @@ from paged_jax import BlockTable, DecodeResult, PagedCache, greedy, sharding
 # A layer's parameters that are split, and which of their axes: the first matrices by what they give out, the last ones
 # by what they take in.
 _SPLIT_AXES = {
-    **{f"attention.{name}.{kind}": 0 for name in ("query", "key", "value") for kind in ("weight", "bias")},
+    **{f"attention.qkv.{kind}": 0 for kind in ("weight", "bias")},  # [kv head, ...]
     "attention.sinks": 0,
     "attention.out.weight": 1,
-    **{f"mlp.{name}.{kind}": 0 for name in ("gate", "up") for kind in ("weight", "bias")},
+    **{f"mlp.gate_up.{kind}": 1 for kind in ("weight", "bias")},  # [gate + up, out, ...]
     "mlp.down.weight": 1,
     **{f"mlp.experts.{name}": 2 for name in ("gate", "up")},  # [expert, in, out]
     **{f"mlp.experts.{name}_bias": 1 for name in ("gate", "up")},

@@ -41,7 +41,7 @@ def _fold_kernel(
     form: walk.Form,
     scale: float,
     soft_cap: float | None,
-    tile: int,
+    config: configs.Config,
     ptx: bool,
 ):
     del arrivals_in_ref
@@ -64,8 +64,8 @@ def _fold_kernel(
             q,
             length - 1,
             walk.Keys(pools_ref, form, pools_ref.layer[0], row, kv_head, begin, length),
-            walk.share(length - begin, index, count, tile),
-            tile=tile,
+            walk.share(length - begin, index, count, config.tile),
+            tile=config.tile,
             scale=scale,
             soft_cap=soft_cap,
             slopes=slopes,
@@ -78,7 +78,7 @@ def _fold_kernel(
 
         part = Part(part_out_ref, part_lse_ref, entry, index, count, kv_head, group)
         store_row = functools.partial(_store_row, out_ref, lse_ref, row, kv_head, group)
-        parts.settle(part, out, lse, arrivals_ref, row, store_row)
+        parts.settle(part, out, lse, arrivals_ref, row, store_row, lanes=config.merged_lanes)
 
 
 def _merge_kernel(
@@ -211,7 +211,7 @@ def paged_decode(
             form=form,
             scale=options.scale,
             soft_cap=options.soft_cap,
-            tile=config.tile,
+            config=config,
             ptx=device.ptx,
         ),
         grid=(num_kv_heads, entries),

@@ -109,7 +109,7 @@ def _kernel(
     def fold_few():
         out, lse, store_tokens = fold(config.few)
         part = Part(part_out_ref, part_lse_ref, entry, index, count, kv_head, config.few * group)
-        parts.settle(part, out, lse, arrivals_ref, query_tile, store_tokens)
+        parts.settle(part, out, lse, arrivals_ref, query_tile, store_tokens, lanes=config.merged_lanes)
 
     if config.queries > config.few:
 

@@ -299,7 +299,13 @@ def sampled() -> None:
 # --- Weights ----------------------------------------------------------------------------------------------------------
 
 
-@check("a file's tensors go to their shards, stacked or not")
+def rows_of(kv_head: int) -> np.ndarray:
+    """What the matrix of Q, K and V of the second layer has of a kv head: two query heads, a key, a value."""
+    q, k, v = (tiny_llama().weights[f"blk.1.attn_{name}.weight"].reshape(-1, 16, 64) for name in "qkv")
+    return np.concatenate([*q[2 * kv_head : 2 * kv_head + 2], k[kv_head], v[kv_head]])
+
+
+@check("a file's tensors go to their shards, stacked or not, and whole kv heads to each device")
 def loading() -> None:
     file, split = open_gguf(Path(sys.argv[1])), split_of(heads=2)
     config = gguf_config(file)
@@ -311,6 +317,11 @@ def loading() -> None:
         jax.tree.map(np.testing.assert_array_equal, loaded, whole)
         largest = max(leaf.nbytes for leaf in jax.tree.leaves(loaded))
         held = sum(shard.data.nbytes for leaf in jax.tree.leaves(loaded) for shard in leaf.addressable_shards[:1])
+        qkv = loaded.layers.attention.qkv if scan_layers else loaded.layers[1].attention.qkv
+        for shard in qkv.weight[...].addressable_shards:
+            (kv_head,) = range(2)[shard.index[scan_layers]]
+            mine = shard.data[1] if scan_layers else shard.data
+            np.testing.assert_array_equal(mine.reshape(-1, 64), rows_of(kv_head))
         assert held < 0.52 * sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) + largest * (config.vocab_size % 2)
 
 

@@ -33,7 +33,8 @@ def random_model(name: str, *, scan_layers: bool) -> Decoder:
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         values, shape = rng.standard_normal(variable.get_value().shape), variable.get_value().shape
-        values = 1 + 0.3 * values if path[-1] == "scale" else 0.15 * values if len(shape) > 1 else 0.3 * values
+        is_vector = len(shape) == 1 or path[-1] == "bias"
+        values = 1 + 0.3 * values if path[-1] == "scale" else 0.3 * values if is_vector else 0.15 * values
         variable.set_value(jnp.asarray(values, jnp.float32))
     if scan_layers:
         stacked = nnx.eval_shape(lambda: Decoder(config, scan_layers=True, rngs=nnx.Rngs(0)))

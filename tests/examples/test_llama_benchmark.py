@@ -220,9 +220,9 @@ def test_values_are_drawn_at_random_and_norms_are_ones():
     case = Case(llama.SHAPES["tiny"].config(None), (33, 5), 8, scan_layers=True)
     model, cache = random_arrays(model_shapes(case)), random_arrays(loops.paged_cache_shapes(case))
     assert (model.layers.mlp_norm.scale[...] == 1).all()
-    up = model.layers.mlp.up.weight[...]
-    assert up.dtype == cache.k.dtype == jnp.bfloat16
-    for values in (up, cache.k, cache.v):
+    gate_up = model.layers.mlp.gate_up.weight[...]
+    assert gate_up.dtype == cache.k.dtype == jnp.bfloat16
+    for values in (gate_up, cache.k, cache.v):
         assert jnp.std(values.astype(jnp.float32)) == pytest.approx(values.shape[-1] ** -0.5, rel=0.05)
         assert (values[0] != values[1]).mean() > 0.9
     assert (cache.k != cache.v).mean() > 0.9

@@ -1,9 +1,10 @@
 """Tensors → parameters: each form a tensor may have, what is refused, memory, and every tensor of every family once."""
 
 import dataclasses
+import itertools
 import math
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,20 @@ def loaded(family: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, 
     """What stands in the file, and the parameters."""
     tensors = tensors_of(family)
     config = config_of(family)
-    found = list(load_parameters(saved(tensors, folder), config, np.float32))
-    got = {path: np.asarray(value) for path, value in found}
-    assert len(found) == len(got)
-    assert {path: value.shape for path, value in got.items()} == parameter_shapes(config)
-    return tensors, got
+    return tensors, assembled(load_parameters(saved(tensors, folder), config, np.float32), config)
+
+
+def assembled(found: Iterable[tuple[str, tuple[int, ...], jax.Array]], config: ModelConfig) -> dict[str, np.ndarray]:
+    """The parameters, of which every value has come once."""
+    shapes = parameter_shapes(config)
+    got = {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
+    times = {path: np.zeros(shape, int) for path, shape in shapes.items()}
+    for path, start, value in found:
+        place = tuple(slice(first, first + size) for first, size in zip(start, value.shape, strict=True))
+        got[path][place] = value
+        times[path][place] += 1
+    assert all((count == 1).all() for count in times.values())
+    return got
 
 
 # --- Forms ------------------------------------------------------------------------------------------------------------
@@ -107,13 +117,10 @@ def test_every_parameter_is_loaded_once(family: str, tmp_path: Path) -> None:
 def test_matrices_are_those_of_the_file(tmp_path: Path) -> None:
     stored, got = loaded("qwen2", tmp_path)
     layer = "model.layers.1"
-    for name, ours in (("q", "query"), ("k", "key"), ("v", "value")):
-        for kind in ("weight", "bias"):
-            expected = stored[f"{layer}.self_attn.{name}_proj.{kind}"]
-            np.testing.assert_array_equal(got[f"layers.1.attention.{ours}.{kind}"], expected)
     np.testing.assert_array_equal(got["layers.1.attention.out.weight"], stored[f"{layer}.self_attn.o_proj.weight"])
-    for name in ("gate", "up", "down"):
-        np.testing.assert_array_equal(got[f"layers.1.mlp.{name}.weight"], stored[f"{layer}.mlp.{name}_proj.weight"])
+    for ours, name in zip(got["layers.1.mlp.gate_up.weight"], ("gate", "up"), strict=True):
+        np.testing.assert_array_equal(ours, stored[f"{layer}.mlp.{name}_proj.weight"])
+    np.testing.assert_array_equal(got["layers.1.mlp.down.weight"], stored[f"{layer}.mlp.down_proj.weight"])
     np.testing.assert_array_equal(got["head.weight"], stored["lm_head.weight"])
     np.testing.assert_array_equal(got["embedding.embedding"], stored["model.embed_tokens.weight"])
     np.testing.assert_array_equal(
@@ -121,14 +128,27 @@ def test_matrices_are_those_of_the_file(tmp_path: Path) -> None:
     )
 
 
+def assert_in_order(qkv: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+    """The rows of each kv head: two query heads, the key, the value."""
+    rest = qkv.shape[3:]
+    rows, (q, k, v) = qkv.reshape(-1, *rest), (x.reshape(-1, H, *rest) for x in (q, k, v))
+    expected = [q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]]
+    np.testing.assert_array_equal(rows, np.concatenate(expected))
+
+
+def test_each_kv_head_has_its_query_heads_then_its_key_then_its_value(tmp_path: Path) -> None:
+    stored, got = loaded("qwen2", tmp_path)
+    for i, kind in itertools.product(range(2), ("weight", "bias")):
+        parts = (stored[f"model.layers.{i}.self_attn.{name}_proj.{kind}"] for name in "qkv")
+        assert_in_order(got[f"layers.{i}.attention.qkv.{kind}"], *parts)
+
+
 def test_fused_matrices_are_cut_in_rows(tmp_path: Path) -> None:
     stored, got = loaded("phi3", tmp_path)
     fused = stored["model.layers.0.self_attn.qkv_proj.weight"]
-    for name, rows in (("query", fused[:32]), ("key", fused[32:48]), ("value", fused[48:])):
-        np.testing.assert_array_equal(got[f"layers.0.attention.{name}.weight"], rows)
+    assert_in_order(got["layers.0.attention.qkv.weight"], fused[:32], fused[32:48], fused[48:])
     gate_up = stored["model.layers.0.mlp.gate_up_proj.weight"]
-    np.testing.assert_array_equal(got["layers.0.mlp.gate.weight"], gate_up[:F])
-    np.testing.assert_array_equal(got["layers.0.mlp.up.weight"], gate_up[F:])
+    np.testing.assert_array_equal(got["layers.0.mlp.gate_up.weight"], [gate_up[:F], gate_up[F:]])
 
 
 def test_gemmas_norms_are_stored_less_one(tmp_path: Path) -> None:
@@ -153,14 +173,13 @@ def test_experts_gates_and_ups_take_turns(tmp_path: Path) -> None:
 def test_the_text_part_of_another_models_files(begin: str, tmp_path: Path) -> None:
     tensors = {begin + name.removeprefix("model."): tensor for name, tensor in tensors_of("gemma").items()}
     tensors["vision_tower.patches.weight"] = np.ones((2, 2), np.float32)
-    got = dict(load_parameters(saved(tensors, tmp_path), config_of("gemma"), np.float32))
-    assert got.keys() == parameter_shapes(config_of("gemma")).keys()
+    assembled(load_parameters(saved(tensors, tmp_path), config_of("gemma"), np.float32), config_of("gemma"))
 
 
 def test_tensors_that_say_nothing_new_are_passed_over(tmp_path: Path) -> None:
     tensors = tensors_of("llama") | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     tied = config_of("llama", tie_word_embeddings=True)
-    assert dict(load_parameters(saved(tensors, tmp_path), tied, np.float32)).keys() == parameter_shapes(tied).keys()
+    assembled(load_parameters(saved(tensors, tmp_path), tied, np.float32), tied)
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
@@ -194,31 +213,28 @@ def loaded_gguf(layer: dict[str, tuple[int, ...]], config: ModelConfig, folder: 
     content = [(name, tensor.shape, "F32", tensor.tobytes()) for name, tensor in stored.items()]
     content.append(("rope_freqs.weight", (4,), "F32", bytes(16)))
     (folder / "model.gguf").write_bytes(gguf_bytes({}, content))
-    found = load_parameters(open_gguf(folder / "model.gguf"), config, np.float32)
-    got = {path: np.asarray(value) for path, value in found}
-    assert {path: value.shape for path, value in got.items()} == parameter_shapes(config)
-    return stored, got
+    return stored, assembled(load_parameters(open_gguf(folder / "model.gguf"), config, np.float32), config)
 
 
 def test_a_gguf_llama_rotates_neighbours_and_ours_rotates_halves(tmp_path: Path) -> None:
     config = config_of("qwen2", tie_word_embeddings=True)  # for its biases
     stored, got = loaded_gguf(GGUF_LAYER | GGUF_BIASES, dataclasses.replace(config, family="llama"), tmp_path)
-    for name, ours, heads in (("q", "query", N), ("k", "key", K)):
+    qkv, qkv_bias = (got[f"layers.1.attention.qkv.{kind}"] for kind in ("weight", "bias"))
+    for name, heads, ours in (("q", N, slice(0, 2)), ("k", K, slice(2, 3))):
         matrix = stored[f"blk.1.attn_{name}.weight"].reshape(heads, H, D)
         bias = stored[f"blk.1.attn_{name}.bias"].reshape(heads, H)
-        our_matrix = got[f"layers.1.attention.{ours}.weight"].reshape(heads, H, D)
-        our_bias = got[f"layers.1.attention.{ours}.bias"].reshape(heads, H)
+        our_matrix, our_bias = qkv[:, ours].reshape(heads, H, D), qkv_bias[:, ours].reshape(heads, H)
         for i in range(H // 2):
             for place, stored_place in ((i, 2 * i), (i + H // 2, 2 * i + 1)):
                 np.testing.assert_array_equal(our_matrix[:, place], matrix[:, stored_place])
                 np.testing.assert_array_equal(our_bias[:, place], bias[:, stored_place])
-    np.testing.assert_array_equal(got["layers.0.attention.value.weight"], stored["blk.0.attn_v.weight"])
+    np.testing.assert_array_equal(qkv[:, 3].reshape(K * H, D), stored["blk.1.attn_v.weight"])
     np.testing.assert_array_equal(got["layers.1.mlp.down.weight"], stored["blk.1.ffn_down.weight"])
 
 
 def test_a_gguf_gemma_3_is_stored_as_it_is_used(tmp_path: Path) -> None:
     stored, got = loaded_gguf(GGUF_LAYER | GGUF_GEMMA3, config_of("gemma3_text"), tmp_path)
-    np.testing.assert_array_equal(got["layers.1.attention.query.weight"], stored["blk.1.attn_q.weight"])
+    assert_in_order(got["layers.1.attention.qkv.weight"], *(stored[f"blk.1.attn_{name}.weight"] for name in "qkv"))
     for name, ours in (
         ("attn_norm", "attention_norm"),
         ("post_attention_norm", "attention_post_norm"),
@@ -234,7 +250,8 @@ def test_a_gguf_gemma_3_is_stored_as_it_is_used(tmp_path: Path) -> None:
 @pytest.mark.download
 def test_every_tensor_of_smollm2_is_loaded(smollm2_path: Path) -> None:
     file = open_gguf(smollm2_path)
-    sizes = {path: value.size for path, value in load_parameters(file, gguf_config(file), jax.numpy.bfloat16)}
+    found = load_parameters(file, gguf_config(file), jax.numpy.bfloat16)
+    sizes = {(path, start): value.size for path, start, value in found}
     assert len(sizes) == len(file.tensors) == 272
     assert sum(sizes.values()) == 134_515_008
 
@@ -244,7 +261,8 @@ def test_every_tensor_of_smollm2_is_loaded(smollm2_path: Path) -> None:
 
 def test_values_have_the_dtype_asked_for_and_scales_keep_their_digits(tmp_path: Path) -> None:
     tensors = tensors_of("gemma")
-    got = dict(load_parameters(saved(tensors, tmp_path), config_of("gemma"), jax.numpy.bfloat16))
+    found = load_parameters(saved(tensors, tmp_path), config_of("gemma"), jax.numpy.bfloat16)
+    got = {path: value for path, _, value in found}
     assert {path for path, value in got.items() if value.dtype != jax.numpy.bfloat16} == {
         path for path in got if path.endswith(".scale")
     }
@@ -266,7 +284,7 @@ def test_values_are_put_on_the_device_asked_for_and_progress_is_told(tmp_path: P
     tensors = tensors_of("phi3")
     found = load_parameters(saved(tensors, tmp_path), config_of("phi3"), np.float32, device=device, track=track)
     assert not seen
-    assert all(value.devices() == {device} for _, value in found)
+    assert all(value.devices() == {device} for *_, value in found)
     assert seen[0] == (1, len(tensors), "model.embed_tokens.weight")
     assert sorted(name for _, _, name in seen) == sorted(tensors)
     assert seen[-1][:2] == (len(tensors), len(tensors))
@@ -327,7 +345,7 @@ def assert_one_at_a_time(source: Checkpoint | GGUFFile, config: ModelConfig, dty
     assert total > 2.2 * largest
     tracemalloc.start()
     try:
-        for _, value in load_parameters(source, config, dtype):
+        for *_, value in load_parameters(source, config, dtype):
             del value  # on a CPU it may be the host's array
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -415,10 +433,8 @@ def test_every_tensor_that_transformers_writes_is_mapped_once(name: str, tmp_pat
     config, checkpoint = read_config(tmp_path), open_checkpoint(tmp_path)
     assert len({stored.file for stored in checkpoint.tensors.values()}) > 1
     read: list[str] = []
-    found = list(load_parameters(checkpoint, config, np.float32, track=lambda names: read.extend(names) or names))
-    got = {path: np.asarray(value) for path, value in found}
-    assert len(found) == len(got)
-    assert {path: value.shape for path, value in got.items()} == parameter_shapes(config)
+    found = load_parameters(checkpoint, config, np.float32, track=lambda names: read.extend(names) or names)
+    got = assembled(found, config)
     assert sorted(read) == sorted(checkpoint.tensors)
     if config.family.startswith("gemma"):
         got = {path: value - 1 if path.endswith(".scale") else value for path, value in got.items()}
