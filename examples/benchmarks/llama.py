@@ -1,6 +1,7 @@
 r"""Decoding with random models of Llama 3's shapes on GPUs: beside the memory ceiling, a dense cache and a mesh.
 
-    python examples/benchmarks/llama.py --out examples/benchmarks/results/llama-h200.json
+    python examples/benchmarks/llama.py --only compile dense --out examples/benchmarks/results/llama-h200.json
+    python examples/benchmarks/llama.py --only step --out examples/benchmarks/results/llama-step-h200.json
     python examples/benchmarks/llama.py --shape 8b --devices 2 --only mesh attention \
         --out examples/benchmarks/results/llama-8b-h200-x2.json
 
