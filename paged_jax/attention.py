@@ -72,10 +72,8 @@ def paged_attention(
     """
     q = jnp.asarray(q)
     query_lengths = None if query_lengths is None else as_int32("query_lengths", query_lengths)
-    _validate_rows(q, cache, table, query_lengths)
-    if implementation is not None and implementation not in backends.IMPLEMENTATIONS:
-        known = ", ".join(map(repr, backends.IMPLEMENTATIONS))
-        raise ValueError(f"implementation: expected None or one of {known}, got {implementation!r}")
+    validate_rows(q, cache, table, query_lengths)
+    backends.validate_implementation(implementation)
     options = arguments.validate_options(
         q,
         scale=scale,
@@ -85,20 +83,7 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         num_partitions=num_partitions,
     )
-    arrays = {
-        "q": q,
-        "k_pages": cache.k,
-        "v_pages": cache.v,
-        "k_scales": cache.k_scale,
-        "v_scales": cache.v_scale,
-        "block_tables": table.pages,
-        "lengths": table.lengths,
-        "query_lengths": query_lengths,
-        "layer": arguments.validate_layer(layer, cache.num_layers),
-        "window": options.window,
-        "sinks": options.sinks,
-        "alibi_slopes": options.alibi_slopes,
-    }
+    arrays = operands(q, cache, table, layer, options) | {"query_lengths": query_lengths, "window": options.window}
     attend = functools.partial(
         _attend,
         layout=cache.layout,
@@ -146,12 +131,31 @@ def merge_attention(
     return out.astype(outs.dtype), lse
 
 
+def operands(
+    q: Float[Array, "T N H"], cache: PagedCache, table: BlockTable, layer: Any, options: arguments.Options
+) -> dict[str, Any]:
+    """The arrays that every kind of attention over pages takes, by the names that implementations have for them."""
+    return {
+        "q": q,
+        "k_pages": cache.k,
+        "v_pages": cache.v,
+        "k_scales": cache.k_scale,
+        "v_scales": cache.v_scale,
+        "block_tables": table.pages,
+        "lengths": table.lengths,
+        "layer": arguments.validate_layer(layer, cache.num_layers),
+        "sinks": options.sinks,
+        "alibi_slopes": options.alibi_slopes,
+    }
+
+
 @functools.partial(jax.jit, static_argnames=("layout", "scale", "soft_cap", "num_partitions", "implementation"))
 def _attend(arrays, **static):  # jitted, so that the layers of an unrolled model share one trace
     return backends.attend(arrays, reference=attention_xla.attend, **static)
 
 
-def _validate_rows(q, cache: PagedCache, table: BlockTable, query_lengths) -> None:
+def validate_rows(q, cache: PagedCache, table: BlockTable, query_lengths) -> None:
+    """Raises unless the queries fit the cache, and the rows that they are of."""
     validate_table(cache, table)
     arguments.validate_queries(q, cache.num_kv_heads, cache.head_dim)
     if query_lengths is None:

@@ -25,7 +25,7 @@ _QUERIES_PER_WAVE = 128  # more walk further above the diagonal; fewer leave lit
 
 
 class _QueryTiles(NamedTuple):
-    """W waves of S tiles of Q query tokens each; entries that hold no token have token T and position −1."""
+    """W waves, or one, of S tiles of Q query tokens each; entries that hold no token have token T and position −1."""
 
     token: Int32[Array, "*W S Q"]  # index in the packed tokens
     row: Int32[Array, "*W S"]
@@ -53,7 +53,7 @@ def attend(
 ) -> tuple[Float[Array, "T N Hv"], Float32[Array, "T N"]]:
     """Attention output in q's dtype and log-sum-exp; the arguments are `paged_attention`'s, validated there.
 
-    O(query tiles · longest walk of their wave) work; each query tile and partition of one wave holds about 128 gathered
+    O(query tiles · longest walk of their wave) work; each query tile and partition of one wave holds 64 to 128 gathered
     cells at a time, or a page if that is more.
     """
     num_tokens, num_heads, head_dim = q.shape

@@ -22,6 +22,13 @@ Outputs = tuple[Array, Array]  # attention output, log-sum-exp
 Pools = tuple[Array, Array, Array | None, Array | None]  # K, V and their scales
 
 
+def validate_implementation(name: str | None) -> None:
+    """Raises ValueError for a name that no implementation has."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        known = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"implementation: expected None or one of {known}, got {name!r}")
+
+
 def attend(
     arrays: dict[str, Any], *, reference: Callable[..., Outputs], implementation: str | None, **static
 ) -> Outputs:
@@ -49,9 +56,9 @@ def attend(
             return pallas_kernels.paged_decode(**arguments, return_lse=True)
         return pallas_kernels.paged_prefill(**arguments, return_lse=True)
 
-    obstacle = _obstacle(arrays, static["layout"])
-    _require_able(implementation, obstacle)
-    return _run(arrays, xla, triton, implementation, is_xla_better=obstacle is not None)
+    return _run(
+        arrays, xla, triton, implementation, is_xla_better=not _is_able(arrays, static["layout"], implementation)
+    )
 
 
 def attend_cascade(
@@ -65,9 +72,9 @@ def attend_cascade(
     def triton(arrays, **where):
         return pallas_kernels.paged_cascade(**arrays, **static, **where, return_lse=True)
 
-    obstacle = _obstacle(arrays, static["layout"])
-    _require_able(implementation, obstacle)
-    return _run(arrays, xla, triton, implementation, is_xla_better=obstacle is not None)
+    return _run(
+        arrays, xla, triton, implementation, is_xla_better=not _is_able(arrays, static["layout"], implementation)
+    )
 
 
 def write(
@@ -125,13 +132,16 @@ def _refuse(arrays):
     )
 
 
-def _require_able(implementation: str | None, obstacle: str | None) -> None:
+def _is_able(arrays: dict[str, Any], layout: str, implementation: str | None) -> bool:
+    """Whether the attention kernels can do this call; raises if they cannot and one is named."""
+    obstacle = _obstacle(arrays, layout)
     if obstacle and implementation not in (None, "xla"):
         raise NotImplementedError(f"implementation {implementation!r}: {obstacle}; use 'xla' or None")
+    return obstacle is None
 
 
 def _obstacle(arrays: dict[str, Any], layout: str) -> str | None:
-    """What keeps the Triton kernels from this call; None if nothing does."""
+    """What keeps the attention kernels from this call; None if nothing does."""
     for axes, name in zip(LAYOUTS[layout], ("k_pages", "v_pages"), strict=True):
         # Words of two values are half as many: in any pool of up to 2^32 bytes they count in 31 bits.
         if not pairs.is_viewed(axes, arrays[name]) and (obstacle := offset_obstacle(arrays[name])):

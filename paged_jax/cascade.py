@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from paged_jax import backends, cascade_xla
-from paged_jax.attention import paged_attention
+from paged_jax.attention import operands, validate_rows
 from paged_jax.block_table import BlockTable
 from paged_jax.cache import PagedCache
 from pallas_kernels import arguments
@@ -51,9 +51,9 @@ def cascade_attention(
     Raises:
         ValueError, NotImplementedError: as `paged_attention`.
     """
-    check = functools.partial(paged_attention, soft_cap=soft_cap, scale=scale, implementation=implementation)
-    jax.eval_shape(functools.partial(check, layer=layer, sinks=sinks, alibi_slopes=alibi_slopes), q, cache, table)
     q = jnp.asarray(q)
+    validate_rows(q, cache, table, None)
+    backends.validate_implementation(implementation)
     options = arguments.validate_options(
         q,
         scale=scale,
@@ -63,19 +63,7 @@ def cascade_attention(
         alibi_slopes=alibi_slopes,
         num_partitions=None,
     )
-    arrays = {
-        "q": q,
-        "k_pages": cache.k,
-        "v_pages": cache.v,
-        "k_scales": cache.k_scale,
-        "v_scales": cache.v_scale,
-        "block_tables": table.pages,
-        "lengths": table.lengths,
-        "num_shared": shared_blocks(table) * table.page_size,
-        "layer": arguments.validate_layer(layer, cache.num_layers),
-        "sinks": options.sinks,
-        "alibi_slopes": options.alibi_slopes,
-    }
+    arrays = operands(q, cache, table, layer, options) | {"num_shared": shared_blocks(table) * table.page_size}
     attend = functools.partial(
         _attend,
         layout=cache.layout,
@@ -83,6 +71,9 @@ def cascade_attention(
         soft_cap=options.soft_cap,
         implementation=implementation,
     )
+    if not table.max_rows:
+        out, lse = jnp.zeros((0, q.shape[1], cache.v_head_dim), q.dtype), jnp.zeros((0, q.shape[1]), jnp.float32)
+        return (out, lse) if return_lse else out
     out, lse = arguments.forward_only(attend, arrays)
     return (out, lse) if return_lse else out
 
@@ -97,6 +88,8 @@ def shared_blocks(table: BlockTable) -> Int32[Array, ""]:
 
     Traces under jit; O(B·M).
     """
+    if not table.max_rows:
+        return jnp.zeros((), jnp.int32)
     is_live = table.lengths > 0
     first = table.pages[jnp.argmax(is_live)]
     is_same = jnp.all((table.pages == first[None, :]) | ~is_live[:, None], axis=0)

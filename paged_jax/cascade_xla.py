@@ -21,7 +21,7 @@ def attend(
     alibi_slopes: Float[Array, " N"] | None,
     **pools: Any,
 ) -> tuple[Float[Array, "B N Hv"], Float32[Array, "B N"]]:
-    """Attention output in q's dtype and log-sum-exp.
+    """Attention output in q's dtype and log-sum-exp, of at least one row.
 
     Args:
         num_shared: tokens that all live rows begin with, a multiple of the page size.
@@ -31,7 +31,7 @@ def attend(
     sizes = layouts.pool_sizes(layouts.pool_axes(pools["layout"])[0], pools["k_pages"].shape)
     page_size, num_kv_heads = sizes["C"], sizes["K"]
 
-    # What is left of each row; distances to its keys stay what they are.
+    # What is left of each row; distances to its keys stay what they are. Nothing past its last block is looked at.
     block = jnp.arange(block_tables.shape[1], dtype=jnp.int32) + lax.div(num_shared, jnp.int32(page_size))
     own_out, own_lse = attention_xla.attend(
         q,

@@ -6,14 +6,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import partition, softmax
+from pallas_kernels import arguments, partition, softmax
 from pallas_kernels.walk import iota
 
 
@@ -43,6 +44,59 @@ class Run(NamedTuple):
     first: Int32[Array, ""]
     count: Int32[Array, ""]
     column: Int32[Array, ""]
+
+
+def launch(
+    fold: Callable,  # kernel: inputs, arrivals, then out, lse, part_out, part_lse and arrivals again
+    merge: Callable,  # kernel: what to merge, part_out, part_lse, out, lse, then out and lse again
+    inputs: tuple,
+    to_merge: tuple,
+    *,
+    out: jax.ShapeDtypeStruct,  # [T, N, Hv]
+    num_kv_heads: int,
+    entries: int,
+    width: int,
+    owners: int,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    name: str,
+) -> tuple[Float[Array, "T N Hv"], Float32[Array, "T N"]]:
+    """Launches a kernel whose programs, one for each (kv head, entry), leave parts: its output and log-sum-exp.
+
+    Interpreted programs cannot wait for each other: `fold` has no arrivals there, and `merge` is a second launch.
+
+    Args:
+        entries, width: sizes of the parts, as in `Part`.
+        owners: softmaxes that may have parts.
+    """
+    arrivals = None if interpret else jnp.zeros((owners, num_kv_heads), jnp.int32)
+    columns, v_head_dim = num_kv_heads * width, out.shape[2]
+    out_shape = [
+        out,
+        jax.ShapeDtypeStruct(out.shape[:2], jnp.float32),
+        jax.ShapeDtypeStruct((entries, columns, v_head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((entries, columns), jnp.float32),
+    ]
+    inputs, aliases = (*inputs, arrivals), {}
+    if arrivals is not None:
+        aliases = {len(jax.tree.leaves(inputs)) - 1: len(out_shape)}
+        out_shape.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
+    call = functools.partial(pl.pallas_call, grid=(num_kv_heads, entries), interpret=interpret)
+    folded = call(
+        fold,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        input_output_aliases=aliases,
+        name=name,
+    )
+    whole, lse, *of_parts = arguments.forward_only(lambda inputs: folded(*inputs), inputs)
+    if arrivals is not None:
+        return whole, lse
+    inputs = (*to_merge, *of_parts, whole, lse)
+    last = len(jax.tree.leaves(inputs)) - 1
+    merged = call(merge, out_shape=out_shape[:2], input_output_aliases={last - 1: 0, last: 1}, name="merge_parts")
+    return merged(*inputs)
 
 
 def settle(

@@ -11,7 +11,15 @@ import pools
 import pytest
 from lowering import lower_for_cuda
 
-from paged_jax import BlockTable, layouts, merge_attention, paged_attention
+from paged_jax import (
+    BlockTable,
+    cascade_attention,
+    cascade_pays,
+    layouts,
+    merge_attention,
+    paged_attention,
+    shared_blocks,
+)
 from pallas_kernels import paged_decode
 
 LENGTHS = (5, 0, 9)
@@ -127,6 +135,26 @@ def test_no_query_tokens_give_no_output(query_lengths, implementation, cache, ta
     assert lse.shape == (0, 4)
     if implementation is None:
         lower_for_cuda(attend, jnp.zeros((0, 4, 16)), cache, table)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "triton_interpret"])
+def test_no_rows_share_nothing(implementation, cache, table):
+    table = dataclasses.replace(table, pages=table.pages[:0], lengths=table.lengths[:0])
+    options = {"return_lse": True, "implementation": implementation}
+    out, lse = cascade_attention(jnp.zeros((0, 4, 16)), cache, table, **options)
+    assert out.shape == (0, 4, 16)
+    assert lse.shape == (0, 4)
+    assert shared_blocks(table) == 0
+    assert not cascade_pays(cache, table)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+def test_cascades_in_64_bit_mode(implementation, cache, table, q):
+    expected = cascade_attention(q, cache, table, implementation=implementation)
+    with wide_integers():
+        got = cascade_attention(q, cache, table, implementation=implementation)
+    assert got.dtype == expected.dtype
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 OTHER_KINDS = {

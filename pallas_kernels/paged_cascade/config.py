@@ -13,7 +13,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.quantisation import is_quantised
 
 _LANES = 128  # rows × heads of a group in one program: what fills the matrix units
-_ACCUMULATOR = 128 * 128  # lanes × dims that four warps hold in registers
+_ACCUMULATOR = 128 * 128  # lanes × dims, both powers of two, that four warps hold in registers
 _LEAST_TILES = 4  # of a partition: merging more parts takes longer than folding larger ones
 
 
@@ -47,15 +47,21 @@ def heuristic(shape: Shape, device: Device) -> Config:
     lanes 64 x 2 x 5 is the best. Twice the partitions take a fifth longer, as all parts must be merged.
     """
     in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not is_quantised(shape.kv_dtype))
-    most_lanes = 32 if in_float32 else min(_LANES, _ACCUMULATOR // max(shape.head_dim, shape.v_head_dim))
+    widest = 1 << (max(shape.head_dim, shape.v_head_dim) - 1).bit_length()
+    most_lanes = 32 if in_float32 else min(_LANES, _ACCUMULATOR // widest)
     together = max(1, min(shape.rows, most_lanes // shape.group))
     programs = -(-shape.rows // together) * shape.num_kv_heads
     partitions = max(1, device.processors // programs)
+    lanes = max(16, 1 << (together * shape.group - 1).bit_length())
+    num_warps = 8 if lanes * widest > _ACCUMULATOR else 4 if in_float32 or lanes > 32 or widest > 128 else 2
     if in_float32:
-        return Config(together, partitions, tile=16, num_warps=4, num_stages=2)
-    lanes = together * shape.group
-    is_wide = max(shape.head_dim, shape.v_head_dim) > 128
-    tile, num_warps = 32 if lanes > 64 or is_wide else 64, 4 if lanes > 32 or is_wide else 2
+        return Config(together, partitions, tile=16, num_warps=num_warps, num_stages=2)
+    # The queries and two tiles under way must fit.
+    room = device.shared_memory - lanes * shape.head_dim * jnp.dtype(shape.q_dtype).itemsize
+    token_bytes = (shape.head_dim + shape.v_head_dim) * jnp.dtype(shape.kv_dtype).itemsize
+    tile = 32 if lanes > 64 or widest > 128 else 64
+    while tile > 16 and 2 * tile * token_bytes >= room:
+        tile //= 2
     return Config(together, partitions, tile, num_warps, num_stages=5)
 
 

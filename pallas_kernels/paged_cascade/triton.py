@@ -25,6 +25,7 @@ from pallas_kernels.parts import Run
 from pallas_kernels.walk import iota, load
 
 _MERGE_WARPS = 4
+_MERGED = 64 * 128  # lanes × dims that these warps merge at once
 
 
 class Shared(NamedTuple):
@@ -143,7 +144,9 @@ def _merge_kernel(
             (kv_head * config.together + place) * group,
         )
         own = Run(own_out_ref, own_lse_ref, entry, count, kv_head * group)
-        out, lse = parts.merge((own, shared), group, lanes=16 * _MERGE_WARPS, volatile=False)
+        out, lse = parts.merge(
+            (own, shared), group, lanes=_MERGED // pl.next_power_of_2(out_ref.shape[2]), volatile=False
+        )
         if sinks_ref is not None:
             lane = iota(lse.size)
             sink = plgpu.load(sinks_ref.at[kv_head * group + lane], mask=lane < group, other=-jnp.inf)

@@ -19,7 +19,7 @@ from pallas_kernels.quantisation import is_quantised
 TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a file for each kind of device
 
 _RESIDENT = 4  # programs on a processor at a time: so many hide the latency of memory from each other
-_FEW = 8  # processors for each (row, kv head), from which on one larger program on each of them is faster
+_FEW = 8  # rows × kv heads are few if there are so many times as many processors
 _FAR = 8  # times as many rows, from which on a tuned entry says nothing of a shape
 _LARGE_ACCUMULATOR = 8192  # elements, of which one program on a processor does: merging more parts takes longer
 _PARTITIONS_PER_ROW = 1.45  # of many rows: at 1.5 those of mean length would be cut in two, at 1 long ones would last
@@ -106,10 +106,10 @@ def heuristic(shape: Shape, device: Device) -> Config:
 
     The tiles of K and V of all programs that are meant to be resident fit in a processor's shared memory, and wide
     heads and groups spread their accumulator over more warps. Groups of more than 16 heads do more with each key: fewer
-    programs with larger tiles, whose parts are merged sooner. So do few rows, whose time goes to latency: one program
-    of four warps on a processor takes 10 to 45 % less than four smaller ones for one row of 4096 tokens on an H200.
-    float32 products run without matrix units and want small tiles. Many rows are cut a little, so that the long ones
-    among them do not last when the others are done.
+    programs with larger tiles, whose parts are merged sooner. Few rows take them too, as their time goes to latency:
+    one program of four warps on a processor takes 10 to 45 % less than four smaller ones for one row of 4096 tokens on
+    an H200. float32 products run without matrix units and want small tiles. Many rows are cut a little, so that the
+    long ones among them do not last when the others are done.
     """
     # What differs meets in float32, but for quantised values, which are exact in any dtype.
     in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not is_quantised(shape.kv_dtype))
@@ -119,7 +119,7 @@ def heuristic(shape: Shape, device: Device) -> Config:
     are_few = not in_float32 and shape.kv_rows * _FEW <= device.processors
     programs = 1 if are_few else _RESIDENT if lanes == 16 else max(1, min(_RESIDENT, _LARGE_ACCUMULATOR // accumulator))
     largest_tile = 16 if in_float32 else 64 if is_narrow or (lanes == 16 and not are_few) else 128
-    room = device.shared_memory // max(2, programs)
+    room = device.shared_memory // max(3, programs)  # one program has two tiles under way, and queries
     tile = 16
     while tile < largest_tile and 2 * tile * _token_bytes(shape) <= room:
         tile *= 2
@@ -148,7 +148,7 @@ def candidates(shape: Shape, device: Device) -> list[Config]:
         )
         if 16 <= tile // num_warps <= 64
         # The tile at hand and those in flight; see Config.num_stages.
-        and tile * _token_bytes(shape) * (num_stages // 2) <= device.shared_memory
+        and tile * _token_bytes(shape) * (num_stages // 2) < device.shared_memory
     )
     return list(dict.fromkeys((first, *grid)))
 

@@ -183,29 +183,8 @@ def paged_decode(
         partitions = partition.by_length(lengths, partition.ceil_div(num_keys, config.tile), wanted)
     else:
         partitions = partition.evenly(lengths, num_partitions)
-    entries = partitions.row.size
-    arrivals = None if interpret else jnp.zeros((rows, num_kv_heads), jnp.int32)
-
-    inputs = (
-        pools,
-        None if window is None else window.reshape(1),
-        q,
-        options.sinks,
-        options.alibi_slopes,
-        partitions,
-        arrivals,
-    )
-    out_shape = [
-        jax.ShapeDtypeStruct((rows, num_heads, v_head_dim), q.dtype),
-        jax.ShapeDtypeStruct((rows, num_heads), jnp.float32),
-        jax.ShapeDtypeStruct((entries, num_heads, v_head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((entries, num_heads), jnp.float32),
-    ]
-    aliases = {}
-    if arrivals is not None:
-        aliases = {len(jax.tree.leaves(inputs)) - 1: len(out_shape)}
-        out_shape.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
-    launch = pl.pallas_call(
+    windows = None if window is None else window.reshape(1)
+    out, lse = parts.launch(
         functools.partial(
             _fold_kernel,
             form=form,
@@ -214,24 +193,17 @@ def paged_decode(
             config=config,
             ptx=device.ptx,
         ),
-        grid=(num_kv_heads, entries),
-        out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        input_output_aliases=aliases,
+        functools.partial(_merge_kernel, num_kv_heads=num_kv_heads),
+        (pools, windows, q, options.sinks, options.alibi_slopes, partitions),
+        (partitions,),
+        out=jax.ShapeDtypeStruct((rows, num_heads, v_head_dim), q.dtype),
+        num_kv_heads=num_kv_heads,
+        entries=partitions.row.size,
+        width=group,
+        owners=rows,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="paged_decode",
     )
-    out, lse, *of_parts = arguments.forward_only(lambda inputs: launch(*inputs), inputs)
-    if arrivals is None:
-        inputs = (partitions, *of_parts, out, lse)
-        last = len(jax.tree.leaves(inputs)) - 1
-        out, lse = pl.pallas_call(
-            functools.partial(_merge_kernel, num_kv_heads=num_kv_heads),
-            grid=(num_kv_heads, entries),
-            out_shape=out_shape[:2],
-            input_output_aliases={last - 1: 0, last: 1},
-            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
-            interpret=interpret,
-            name="merge_parts",
-        )(*inputs)
     return (out, lse) if return_lse else out

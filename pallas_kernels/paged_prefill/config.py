@@ -35,7 +35,6 @@ class Config:
     tile: int  # keys folded at once; a power of two, at least 16
     num_warps: int
     num_stages: int
-    merged_lanes: int = 16  # tokens × heads of a group × parts that are merged at once
 
 
 def heuristic(shape: Shape, device: Device) -> Config:

@@ -109,7 +109,7 @@ def _kernel(
     def fold_few():
         out, lse, store_tokens = fold(config.few)
         part = Part(part_out_ref, part_lse_ref, entry, index, count, kv_head, config.few * group)
-        parts.settle(part, out, lse, arrivals_ref, query_tile, store_tokens, lanes=config.merged_lanes)
+        parts.settle(part, out, lse, arrivals_ref, query_tile, store_tokens, lanes=16)
 
     if config.queries > config.few:
 
@@ -233,31 +233,8 @@ def paged_prefill(
         partitions = partition.by_length(tiles.num_tokens, num_tiles, wanted)
     else:
         partitions = partition.evenly(tiles.num_tokens, num_partitions)
-    entries, columns = partitions.row.size, num_kv_heads * config.few * group
-    arrivals = None if interpret else jnp.zeros((tiles.row.size, num_kv_heads), jnp.int32)
-
-    inputs = (
-        pools,
-        None if window is None else window.reshape(1),
-        q,
-        lengths,
-        options.sinks,
-        options.alibi_slopes,
-        tiles,
-        partitions,
-        arrivals,
-    )
-    out_shape = [
-        jax.ShapeDtypeStruct((tokens, num_heads, v_head_dim), q.dtype),
-        jax.ShapeDtypeStruct((tokens, num_heads), jnp.float32),
-        jax.ShapeDtypeStruct((entries, columns, v_head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((entries, columns), jnp.float32),
-    ]
-    aliases = {}
-    if arrivals is not None:
-        aliases = {len(jax.tree.leaves(inputs)) - 1: len(out_shape)}
-        out_shape.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
-    launch = pl.pallas_call(
+    windows = None if window is None else window.reshape(1)
+    out, lse = parts.launch(
         functools.partial(
             _kernel,
             form=form,
@@ -266,24 +243,17 @@ def paged_prefill(
             config=config,
             ptx=device.ptx,
         ),
-        grid=(num_kv_heads, entries),
-        out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        input_output_aliases=aliases,
+        functools.partial(_merge_kernel, num_kv_heads=num_kv_heads),
+        (pools, windows, q, lengths, options.sinks, options.alibi_slopes, tiles, partitions),
+        (tiles, partitions),
+        out=jax.ShapeDtypeStruct((tokens, num_heads, v_head_dim), q.dtype),
+        num_kv_heads=num_kv_heads,
+        entries=partitions.row.size,
+        width=config.few * group,
+        owners=tiles.row.size,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="paged_prefill",
     )
-    out, lse, *of_parts = arguments.forward_only(lambda inputs: launch(*inputs), inputs)
-    if arrivals is None:
-        inputs = (tiles, partitions, *of_parts, out, lse)
-        last = len(jax.tree.leaves(inputs)) - 1
-        out, lse = pl.pallas_call(
-            functools.partial(_merge_kernel, num_kv_heads=num_kv_heads),
-            grid=(num_kv_heads, entries),
-            out_shape=out_shape[:2],
-            input_output_aliases={last - 1: 0, last: 1},
-            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
-            interpret=interpret,
-            name="merge_parts",
-        )(*inputs)
     return (out, lse) if return_lse else out

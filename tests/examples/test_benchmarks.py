@@ -46,7 +46,14 @@ def abstract(case: DecodeCase, prepare=peers.as_posed):
 
 def test_cases_have_their_own_names_and_tags():
     assert len({case.name for case in DECODE_CASES}) == len(DECODE_CASES)
-    assert {tag for case in DECODE_CASES for tag in case.tags} == {"headline", "model", "shape", "quantised", "scaling"}
+    assert {tag for case in DECODE_CASES for tag in case.tags} == {
+        "headline",
+        "model",
+        "shape",
+        "single",
+        "quantised",
+        "scaling",
+    }
 
 
 def test_shapes_to_compare_hold_the_same_bytes():

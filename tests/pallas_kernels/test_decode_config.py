@@ -28,8 +28,8 @@ DEVICES = {  # processors and shared memory
 }
 every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 SHAPES = [
-    Shape(num_heads // num_kv_heads, *dims, *dtypes, "NHD", 64)
-    for (num_heads, num_kv_heads), dims, dtypes in itertools.product(HEADS, DIMS, DTYPES)
+    Shape(num_heads // num_kv_heads, *dims, *dtypes, "NHD", kv_rows)
+    for (num_heads, num_kv_heads), dims, dtypes, kv_rows in itertools.product(HEADS, DIMS, DTYPES, (4, 64))
 ]
 LLAMA = Shape(4, 128, 128, "bfloat16", "bfloat16", "NHD", 64)
 
@@ -44,7 +44,7 @@ def test_the_resident_programs_tiles_fit_shared_memory(device):
         resident = min(4, chosen.programs_per_processor)
         assert chosen.tile == 16 or resident * tile_bytes <= device.shared_memory, chosen
         under_way = chosen.num_stages // 2
-        assert chosen.tile == 16 or under_way * tile_bytes <= device.shared_memory, chosen
+        assert chosen.tile == 16 or under_way * tile_bytes < device.shared_memory, chosen
         assert tile_bytes <= device.shared_memory, chosen
 
 
