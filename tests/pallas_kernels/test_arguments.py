@@ -110,9 +110,9 @@ def test_it_is_forward_only(attend):
 @every_kernel
 def test_integers_of_any_kind_will_do(attend):
     expected = attend(**GOOD)
-    for kind in (np.uint8, np.int64, list):
-        arrays = {name: np.asarray(GOOD[name]) for name in ("block_tables", "lengths")}
-        arrays = {name: array.tolist() if kind is list else array.astype(kind) for name, array in arrays.items()}
+    tables, lengths = (np.asarray(GOOD[name]) for name in ("block_tables", "lengths"))
+    for kinds in ((tables.astype(np.uint8), lengths.tolist()), (tables.tolist(), lengths.astype(np.int64))):
+        arrays = dict(zip(("block_tables", "lengths"), kinds, strict=True))
         np.testing.assert_array_equal(attend(**GOOD | arrays), expected)
 
 
