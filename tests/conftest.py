@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -13,12 +15,28 @@ _QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 def pytest_configure(config):
     """On a CPU most of the time goes into compiling programs that run once: LLVM leaves them as they are.
 
-    What XLA itself does to a program, the HLO that tests look into, stays the same. `XLA_FLAGS` has the last word.
+    What XLA itself does to a program, the HLO that tests look into, stays the same. `XLA_FLAGS` has the last word. And
+    a third of these programs are the same as another test's: workers and the commands they run share those of this run.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "gpu" not in config.option.markexpr and _QUICK_COMPILATION not in flags:
         os.environ["XLA_FLAGS"] = f"{_QUICK_COMPILATION} {flags}".strip()
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            _share_programs(config)
     gc.set_threshold(100_000)  # tracing makes objects by the million, hardly any of them garbage in cycles
+
+
+def _share_programs(config):
+    folder = tempfile.mkdtemp(prefix="programs-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)  # for this process, which has imported JAX
+        os.environ[name.upper()] = str(value)  # for workers and commands
 
 
 @pytest.fixture(scope="session")
