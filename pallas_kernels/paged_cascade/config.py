@@ -56,11 +56,11 @@ def heuristic(shape: Shape, device: Device) -> Config:
     num_warps = 8 if lanes * widest > _ACCUMULATOR else 4 if in_float32 or lanes > 32 or widest > 128 else 2
     if in_float32:
         return Config(together, partitions, tile=16, num_warps=num_warps, num_stages=2)
-    # The queries and two tiles under way must fit.
+    # The queries, two tiles under way and, in less than one more, the weights must fit.
     room = device.shared_memory - lanes * shape.head_dim * jnp.dtype(shape.q_dtype).itemsize
     token_bytes = (shape.head_dim + shape.v_head_dim) * jnp.dtype(shape.kv_dtype).itemsize
     tile = 32 if lanes > 64 or widest > 128 else 64
-    while tile > 16 and 2 * tile * token_bytes >= room:
+    while tile > 16 and 3 * tile * token_bytes >= room:
         tile //= 2
     return Config(together, partitions, tile, num_warps, num_stages=5)
 
