@@ -22,6 +22,11 @@ def is_quantised(dtype: np.dtype | str) -> bool:
     return jnp.dtype(dtype).name in LARGEST
 
 
+def product_dtype(q_dtype: np.dtype | str, pool_dtype: np.dtype | str) -> np.dtype:
+    """Products are of one dtype. Quantised values are exact in any other; what differs else meets in float32."""
+    return jnp.dtype(q_dtype if pool_dtype == q_dtype or is_quantised(pool_dtype) else "float32")
+
+
 def power_of_two(dtype: np.dtype) -> float:
     """The largest power of two of a dtype: times this, scales are about as large as their vectors."""
     return 2.0 ** math.floor(math.log2(LARGEST.get(jnp.dtype(dtype).name, 1.0)))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels import arguments, pairs, partition, softmax
 from pallas_kernels.layouts import pool_index, pool_sizes, require_addressable
-from pallas_kernels.quantisation import is_quantised, power_of_two
+from pallas_kernels.quantisation import power_of_two, product_dtype
 
 iota = functools.partial(jnp.arange, dtype=jnp.int32)
 
@@ -128,7 +128,7 @@ def fold(
     v_lanes = pl.next_power_of_2(v_head_dim)
     run = math.gcd(tile, page_size)  # cells of one page that lie together in a tile, as long as the walk begins at 0
     is_in_runs = v_axes.endswith("C") and run >= _SHORTEST_RUN and isinstance(keys.begin, int)
-    k_dtype, v_dtype = (_product_dtype(q.dtype, dtype) for dtype in (k_values, v_values))
+    k_dtype, v_dtype = (product_dtype(q.dtype, dtype) for dtype in (k_values, v_values))
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if k_dtype == jnp.float32 else None)
     # Numbers from pairs may be too small by a power of two: half of it goes into the product's other factor, and half
     # into the product, which is so within float32's range in between.
@@ -195,11 +195,6 @@ def load(at, mask):
     """What lies there, zero where masked; None loads everything without a mask."""
     zero = 0.0 if at.dtype.name.startswith("float8") else 0  # the lowering casts no integer to float8
     return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=zero)
-
-
-def _product_dtype(q_dtype, pool_dtype):
-    """Products are of one dtype. Quantised values are exact in any other; what differs else meets in float32."""
-    return q_dtype if pool_dtype == q_dtype or is_quantised(pool_dtype) else jnp.dtype("float32")
 
 
 def _load_heads(keys: Keys, ref, axes: str, page, cell, is_live, lanes: int):

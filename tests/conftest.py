@@ -16,7 +16,7 @@ def pytest_configure(config):
     """On a CPU most of the time goes into compiling programs that run once: LLVM leaves them as they are.
 
     What XLA itself does to a program, the HLO that tests look into, stays the same. `XLA_FLAGS` has the last word. And
-    a third of these programs are the same as another test's: workers and the commands they run share those of this run.
+    many programs are the same as another test's: workers and the commands they run share those of this run.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "gpu" not in config.option.markexpr and _QUICK_COMPILATION not in flags:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels import partition
 from pallas_kernels.device import Device
-from pallas_kernels.quantisation import is_quantised
+from pallas_kernels.quantisation import product_dtype
 
 _LANES = 128  # rows × heads of a group in one program: what fills the matrix units
 _ACCUMULATOR = 128 * 128  # lanes × dims, both powers of two, that four warps hold in registers
@@ -46,7 +46,7 @@ def heuristic(shape: Shape, device: Device) -> Config:
     Numbers from an H200 at head_dim 128: with 128 lanes 32 x 4 x 5 is the best, 64 x 4 x 3 takes 5 % longer; with 16
     lanes 64 x 2 x 5 is the best. Twice the partitions take a fifth longer, as all parts must be merged.
     """
-    in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not is_quantised(shape.kv_dtype))
+    in_float32 = product_dtype(shape.q_dtype, shape.kv_dtype) == "float32"
     widest = 1 << (max(shape.head_dim, shape.v_head_dim) - 1).bit_length()
     most_lanes = 32 if in_float32 else min(_LANES, _ACCUMULATOR // widest)
     together = max(1, min(shape.rows, most_lanes // shape.group))

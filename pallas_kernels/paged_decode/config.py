@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import Device
 from pallas_kernels.layouts import LAYOUTS
-from pallas_kernels.quantisation import is_quantised
+from pallas_kernels.quantisation import is_quantised, product_dtype
 
 TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a file for each kind of device
 
@@ -111,8 +111,7 @@ def heuristic(shape: Shape, device: Device) -> Config:
     an H200. float32 products run without matrix units and want small tiles. Many rows are cut a little, so that the
     long ones among them do not last when the others are done.
     """
-    # What differs meets in float32, but for quantised values, which are exact in any dtype.
-    in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not is_quantised(shape.kv_dtype))
+    in_float32 = product_dtype(shape.q_dtype, shape.kv_dtype) == "float32"
     is_narrow = is_quantised(shape.kv_dtype)
     lanes = max(16, 1 << (shape.group - 1).bit_length())
     accumulator = lanes * max(shape.head_dim, shape.v_head_dim)

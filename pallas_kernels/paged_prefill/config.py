@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels.device import Device
-from pallas_kernels.quantisation import is_quantised
+from pallas_kernels.quantisation import product_dtype
 
 _LANES = 128  # query tokens × heads of a group in one program: what fills the matrix units
 _FEW_LANES = 64  # up to which reading is the limit
@@ -47,8 +47,8 @@ def heuristic(shape: Shape, device: Device) -> Config:
     have more under way.
     """
     group, widest = shape.group, max(shape.head_dim, shape.v_head_dim)
-    # What differs meets in float32: without matrix units, accumulators fill the registers.
-    in_float32 = shape.q_dtype == "float32" or (shape.q_dtype != shape.kv_dtype and not is_quantised(shape.kv_dtype))
+    # Without matrix units, accumulators fill the registers.
+    in_float32 = product_dtype(shape.q_dtype, shape.kv_dtype) == "float32"
     lanes = 32 if in_float32 else _LANES
     mean_tokens = max(1, shape.tokens // max(1, shape.rows))
     queries = min(1 << (mean_tokens - 1).bit_length(), lanes // group)

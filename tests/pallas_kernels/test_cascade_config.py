@@ -24,7 +24,8 @@ def test_lanes_and_tiles_fit_registers_and_shared_memory(rows, device):
         assert chosen.tile in (16, 32, 64)
         tile_bytes = chosen.tile * sum(dims) * jnp.dtype(dtypes[1]).itemsize
         q_bytes = lanes * dims[0] * jnp.dtype(dtypes[0]).itemsize
-        assert chosen.tile == 16 or chosen.num_stages // 2 * tile_bytes + q_bytes < device.shared_memory
+        # Two tiles are under way, and the weights take less than one more.
+        assert chosen.tile == 16 or 3 * tile_bytes + q_bytes < device.shared_memory
 
 
 @every_device
