@@ -175,6 +175,10 @@ def _drafts(count: int) -> PrefillCase:
     return PrefillCase(f"64 x 4096, {count} tokens each", (4096,) * 64, (count,) * 64, "drafts")
 
 
+def _single_row(length: int, count: int) -> PrefillCase:
+    return PrefillCase(f"1 x {length}, {count} tokens", (length,), (count,), "single")
+
+
 PREFILL_CASES = (
     PrefillCase("2 fresh prompts of 2048", (2048,) * 2, (2048,) * 2, "fresh"),
     PrefillCase("2 fresh prompts of 8192", (8192,) * 2, (8192,) * 2, "fresh"),
@@ -186,7 +190,8 @@ PREFILL_CASES = (
     PrefillCase("1 chunk of 2048 on 2048", (4096,), (2048,), "mixed"),
     PrefillCase("64 x 4096 decoding, 1 chunk of 2048 on 2048", (4096,) * 65, (1,) * 64 + (2048,), "mixed"),
     *map(_drafts, (1, 2, 4, 8, 16)),
-    PrefillCase("1 x 32768, 4 tokens", (32768,), (4,), "drafts"),
+    *(_single_row(4096, count) for count in (4, 16, 64)),
+    _single_row(32768, 4),
     PrefillCase("32 x 8448, 8192 shared", (8448,) * 32, (1,) * 32, "cascade", shared_tokens=8192),
     PrefillCase("32 x 1280, 1024 shared", (1280,) * 32, (1,) * 32, "cascade", shared_tokens=1024),
     PrefillCase("16 x 1280, 1024 shared", (1280,) * 16, (1,) * 16, "cascade", shared_tokens=1024),

@@ -258,6 +258,7 @@ DECODE_AT_SIZE = {
     "heads 7 of 1, float32, page 1": case(LONG, (7, 1), page_size=1, head_dim=80),
     "heads 14 of 2, page 5": case(LONG, (14, 2), page_size=5, head_dim=112, dtype=BF16),
     "heads 12 of 2, page 256": case(LONG, (12, 2), page_size=256, head_dim=96, dtype=F16),
+    "one row of wide heads": case((4001,), (16, 8), page_size=16, head_dim=256, dtype=BF16),
     "head_dim 192, values 128": case(LONG, (8, 2), page_size=64, head_dim=192, v_head_dim=128, dtype=BF16),
     "window 533": case(LONG, (8, 2), page_size=16, head_dim=128, dtype=BF16, window=533),
     "traced window 64": case(LONG, (8, 2), page_size=16, head_dim=128, dtype=BF16, window=64, traced_window=True),
@@ -286,6 +287,12 @@ DECODE_AT_SIZE = {
 
 RAGGED_AT_SIZE = {
     "drafts over one long row": case((16384,), (32, 8), query_lengths=(4,), page_size=16, head_dim=128, dtype=BF16),
+    "drafts over one long row, int8": case(
+        (16384,), (32, 8), query_lengths=(4,), q_dtype=BF16, page_size=16, head_dim=128, dtype=INT8
+    ),
+    "drafts of wide heads": case((4001,), (16, 8), query_lengths=(4,), page_size=16, head_dim=256, dtype=BF16),
+    "a short chunk": case((4001,), (32, 8), query_lengths=(61,), page_size=16, head_dim=128, dtype=BF16),
+    "a short chunk of wide heads": case((4001,), (16, 8), query_lengths=(61,), page_size=16, head_dim=256, dtype=F16),
     "a chunk among decoding rows": case(
         (2011, 1328, 97, 4000), (32, 8), query_lengths=(1, 577, 1, 17), page_size=16, head_dim=128, dtype=BF16
     ),

@@ -34,7 +34,7 @@ from pallas_kernels.layouts import LAYOUTS
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "--tag", nargs="+", help="only cases with one of these tags (fresh, chunk, mixed, drafts, cascade)"
+        "--tag", nargs="+", help="only cases with one of these tags (fresh, chunk, mixed, drafts, single, cascade)"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results, rewritten after every case")

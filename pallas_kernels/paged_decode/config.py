@@ -21,6 +21,7 @@ TUNED = importlib.resources.files("pallas_kernels.paged_decode") / "tuned"  # a 
 _RESIDENT = 4  # programs on a processor at a time: so many hide the latency of memory from each other
 _FEW = 8  # rows × kv heads are few if there are so many times as many processors
 _FAR = 8  # times as many rows, from which on a tuned entry says nothing of a shape
+_WIDE = 128  # dims of a head, above which few rows want more warps
 _LARGE_ACCUMULATOR = 8192  # elements, of which one program on a processor does: merging more parts takes longer
 _PARTITIONS_PER_ROW = 1.45  # of many rows: at 1.5 those of mean length would be cut in two, at 1 long ones would last
 
@@ -108,15 +109,19 @@ def heuristic(shape: Shape, device: Device) -> Config:
     heads and groups spread their accumulator over more warps. Groups of more than 16 heads do more with each key: fewer
     programs with larger tiles, whose parts are merged sooner. Few rows take them too, as their time goes to latency:
     one program of four warps on a processor takes 10 to 45 % less than four smaller ones for one row of 4096 tokens on
-    an H200. float32 products run without matrix units and want small tiles. Many rows are cut a little, so that the
-    long ones among them do not last when the others are done.
+    an H200; with heads of 256 dims two of eight warps take a fifth less than that. float32 products run without matrix
+    units and want small tiles. Many rows are cut a little, so that the long ones among them do not last when the others
+    are done.
     """
     in_float32 = product_dtype(shape.q_dtype, shape.kv_dtype) == "float32"
     is_narrow = is_quantised(shape.kv_dtype)
     lanes = max(16, 1 << (shape.group - 1).bit_length())
     accumulator = lanes * max(shape.head_dim, shape.v_head_dim)
     are_few = not in_float32 and shape.kv_rows * _FEW <= device.processors
-    programs = 1 if are_few else _RESIDENT if lanes == 16 else max(1, min(_RESIDENT, _LARGE_ACCUMULATOR // accumulator))
+    are_wide = not is_narrow and max(shape.head_dim, shape.v_head_dim) > _WIDE
+    programs = _RESIDENT if lanes == 16 else max(1, min(_RESIDENT, _LARGE_ACCUMULATOR // accumulator))
+    if are_few:
+        programs = 2 if are_wide else 1
     largest_tile = 16 if in_float32 else 64 if is_narrow or (lanes == 16 and not are_few) else 128
     room = device.shared_memory // max(3, programs)  # one program has two tiles under way, and queries
     tile = 16
@@ -124,7 +129,8 @@ def heuristic(shape: Shape, device: Device) -> Config:
         tile *= 2
     # What is packed is turned within a warp; what is quantised gives warps more to do than to wait for.
     num_warps = max(1, tile // (64 if shape.layout == "vllm" else 16 if is_narrow else 32))
-    num_warps = max(4, num_warps) if are_few else num_warps
+    if are_few:
+        num_warps = max(8 if are_wide and tile >= 64 else 4, num_warps)
     while num_warps < 8 and accumulator > 2048 * num_warps * (1 if not in_float32 else 0.5):
         num_warps *= 2
     if shape.kv_rows > programs * device.processors:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from pallas_kernels.device import Device
-from pallas_kernels.quantisation import product_dtype
+from pallas_kernels.quantisation import is_quantised, product_dtype
 
 _LANES = 128  # query tokens × heads of a group in one program: what fills the matrix units
 _FEW_LANES = 64  # up to which reading is the limit
 _RESIDENT = 4  # programs on a processor at a time: so many hide the latency of memory from each other
+_NARROW_LANES = 32  # up to which few query tiles want large tiles of keys, and fewer warps
+_FEW = 4  # query tiles × kv heads are few if there are so many times as many processors
 
 
 class Shape(NamedTuple):
@@ -35,6 +39,7 @@ class Config:
     tile: int  # keys folded at once; a power of two, at least 16
     num_warps: int
     num_stages: int
+    programs_per_processor: int = _RESIDENT  # query tiles of few tokens are partitioned until there are so many
 
 
 def heuristic(shape: Shape, device: Device) -> Config:
@@ -45,6 +50,10 @@ def heuristic(shape: Shape, device: Device) -> Config:
     64 x 2 x 3 is within 1 % for 4 and 8 tokens per row, where twice the warps at 8 tokens take 1.4 times as long; and
     64 x 4 x 5 is the best for 16, since registers let only two programs of 64 lanes share a processor, and each must
     have more under way.
+
+    Few query tiles are cut in as many parts as there are processors and no more, since merging takes longer than
+    reading: 128 x 4 x 4 for up to 32 lanes and 64 x 8 x 3 for more. Over 4096 tokens of one row 4 new tokens take half
+    as long as with four programs on each processor, 16 a third and 32 a fifth.
     """
     group, widest = shape.group, max(shape.head_dim, shape.v_head_dim)
     # Without matrix units, accumulators fill the registers.
@@ -62,9 +71,27 @@ def heuristic(shape: Shape, device: Device) -> Config:
     lanes = queries * group
     num_warps = 8 if lanes * widest > _LANES * 128 else 4 if lanes > 32 or widest > 128 else 2
     num_stages = 5 if lanes == _FEW_LANES else 3
-    return Config(queries, few, tile=64 if widest <= 128 else 32, num_warps=num_warps, num_stages=num_stages)
+    config = Config(queries, few, tile=64 if widest <= 128 else 32, num_warps=num_warps, num_stages=num_stages)
+    kv_tiles = shape.rows * -(-mean_tokens // queries) * shape.num_kv_heads
+    if kv_tiles * _FEW <= device.processors:
+        if lanes > _NARROW_LANES:
+            tile, num_warps, num_stages = config.tile, 8, 3
+        else:
+            tile, num_warps, num_stages = (64, 4, 5) if is_quantised(shape.kv_dtype) else (128, 4, 4)
+        config = Config(queries, few, tile, num_warps, num_stages, programs_per_processor=1)
+    while config.tile > 16 and _shared_bytes(shape, config) > device.shared_memory:
+        config = dataclasses.replace(config, tile=config.tile // 2)
+    return config
 
 
-def num_partitions(num_kv_heads: int, device: Device) -> int:
-    """Partitions wanted over all query tiles of few tokens, so that all processors are busy."""
-    return max(1, _RESIDENT * device.processors // num_kv_heads)
+def _shared_bytes(shape: Shape, config: Config) -> int:
+    """What a program holds at most: queries, the weights of a tile, tiles under way; and what the driver keeps."""
+    q_bytes, kv_bytes = (jnp.dtype(dtype).itemsize for dtype in (shape.q_dtype, shape.kv_dtype))
+    lanes = max(16, 1 << (config.queries * shape.group - 1).bit_length())
+    tiles = config.num_stages // 2 * config.tile * (shape.head_dim + shape.v_head_dim) * kv_bytes
+    return lanes * (shape.head_dim + config.tile) * q_bytes + tiles + 2048
+
+
+def num_partitions(config: Config, num_kv_heads: int, device: Device) -> int:
+    """Partitions wanted over all query tiles of few tokens, so that there are as many programs as the config says."""
+    return max(1, config.programs_per_processor * device.processors // num_kv_heads)

@@ -229,7 +229,7 @@ def paged_prefill(
         begin, end = query_tiles.visible(tiles.first_position, tiles.num_tokens, tiles.row < lengths.size, window)
         num_tiles = partition.ceil_div(end - begin, config.tile)
         num_tiles = jnp.where(tiles.num_tokens <= config.few, num_tiles, 0)  # the others are kept whole
-        wanted = configs.num_partitions(num_kv_heads, device)
+        wanted = configs.num_partitions(config, num_kv_heads, device)
         partitions = partition.by_length(tiles.num_tokens, num_tiles, wanted)
     else:
         partitions = partition.evenly(tiles.num_tokens, num_partitions)

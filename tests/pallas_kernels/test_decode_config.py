@@ -70,6 +70,15 @@ def test_few_rows_have_one_larger_program_on_each_processor(device):
 
 
 @every_device
+def test_few_rows_of_wide_heads_have_two_programs_unless_they_are_of_one_byte(device):
+    wide = LLAMA._replace(group=2, head_dim=256, v_head_dim=256, kv_rows=4)
+    chosen = config.heuristic(wide, device)
+    assert chosen.programs_per_processor == 2
+    assert chosen.num_warps == (8 if chosen.tile == 64 else 4)
+    assert config.heuristic(wide._replace(kv_dtype="int8"), device).programs_per_processor == 1
+
+
+@every_device
 def test_candidates_surround_the_heuristic_and_fit(device):
     for shape in SHAPES:
         first, *others = config.candidates(shape, device)
@@ -221,7 +230,14 @@ WIDE = {
     "heads": LLAMA._replace(group=71, head_dim=64, v_head_dim=64),
     "dims": LLAMA._replace(head_dim=256, v_head_dim=256),
 }
-ALONE = {"Llama": LLAMA, "one byte": LLAMA._replace(kv_dtype="int8"), "vllm": LLAMA._replace(layout="vllm"), **WIDE}
+ALONE = {
+    "Llama": LLAMA,
+    "one byte": LLAMA._replace(kv_dtype="int8"),
+    "vllm": LLAMA._replace(layout="vllm"),
+    **WIDE,
+    "few rows of wide heads": WIDE["dims"]._replace(kv_rows=4),
+    "few rows of wide heads, vllm": WIDE["dims"]._replace(kv_rows=4, layout="vllm"),
+}
 
 
 @every_device
