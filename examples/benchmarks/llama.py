@@ -4,6 +4,9 @@ r"""Decoding with random models of Llama 3's shapes on GPUs: beside the memory c
     python examples/benchmarks/llama.py --only step --out examples/benchmarks/results/llama-step-h200.json
     python examples/benchmarks/llama.py --shape 8b --devices 2 --only mesh attention \
         --out examples/benchmarks/results/llama-8b-h200-x2.json
+    XLA_FLAGS="--xla_gpu_experimental_use_collective_kernels= --xla_gpu_enable_command_buffer=+COLLECTIVES" \
+        python examples/benchmarks/llama.py --shape 8b --devices 2 --only mesh \
+        --out examples/benchmarks/results/llama-8b-nccl-h200-x2.json
 
 What `--only` chooses from, in this order:
 

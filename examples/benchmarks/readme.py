@@ -89,10 +89,11 @@ def shapes_table(file: str, *tags: str) -> str:
     return f"{_where(results)}. Reading memory reaches {ceiling:.0f} GB/s there:\n\n" + _table(head, rows) + "\n"
 
 
-def prefill_table() -> str:
-    results = json.loads((RESULTS / "prefill-h200.json").read_text(encoding="utf-8"))
+def prefill_table(file: str, *tags: str) -> str:
+    """Of the cases that have one of the tags."""
+    results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     rows = []
-    for case in PREFILL_CASES:
+    for case in (case for case in PREFILL_CASES if case.tag in tags):
         (_, ours), *others = results["cases"][case.name]["microseconds"].items()
         ratios = ", ".join(f"{other.removeprefix('paged_jax, ')} {time / ours:.2f}" for other, time in others)
         rows.append((case.name, f"{ours:.0f}", f"{case.flops / ours / 1e6:.0f}", ratios))
@@ -139,17 +140,24 @@ def llama_table() -> str:
 
 
 def mesh_table() -> str:
-    rows = []
+    rows, flags = [], ""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("llama-*-h200-x2.json"))]
     for results in runs:
+        given = results["environment"].get("xla_flags")
+        flags = given or flags
+        how = " with flags" if given else ""
         for name, mesh in results["mesh"].items():
-            attention = results["attention"][name]
             steps = (f"{1e3 * timed['seconds_per_step']:.2f}" for timed in mesh["devices"].values())
-            rows.append((f"{name}, {mesh['layers']} layers: step, ms", *steps, f"{mesh['value']:.2f}"))
+            rows.append((f"{name}, {mesh['layers']} layers: step{how}, ms", *steps, f"{mesh['value']:.2f}"))
+        for name, attention in results.get("attention", {}).items():
             times = (f"{microseconds:.1f}" for microseconds in attention["microseconds"].values())
             rows.append((f"{name}: attention of a layer, us", *times, f"{attention['value']:.2f}"))
     head = ("64 rows of 4096 tokens", "1 device", f"{runs[0]['devices']} devices", "of one device's")
-    return f"The same with kv heads split over devices; {_where(runs[0])}:\n\n" + _table(head, rows) + "\n"
+    return (
+        f"The same with kv heads split over devices; {_where(runs[0])}:\n\n"
+        + _table(head, rows)
+        + f'\nThese flags: `XLA_FLAGS="{flags}"`.\n\n'
+    )
 
 
 def write_table() -> str:
@@ -278,7 +286,9 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "generation": generation_table,
         "decode": decode_table,
         "models": functools.partial(shapes_table, "decode-models-h200.json", "model"),
-        "prefill": prefill_table,
+        "prefill": functools.partial(
+            prefill_table, "prefill-h200.json", "fresh", "chunk", "mixed", "drafts", "cascade"
+        ),
         "llama": llama_table,
         "mesh": mesh_table,
         "write": write_table,
@@ -290,6 +300,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "pallas_kernels/README.md": {
         "shapes": functools.partial(shapes_table, "decode-shapes-h200.json", "shape", "scaling"),
         "single": functools.partial(shapes_table, "decode-single-h200.json", "single"),
+        "single prefill": functools.partial(prefill_table, "prefill-single-h200.json", "single"),
         "ladder": ladder_table,
         "counters": counters_table,
     },
