@@ -70,10 +70,13 @@ def validate_table(cache: PagedCache, table: BlockTable) -> None:
     """Raises ValueError unless the table's pages are this cache's, and what `validate_pools` raises."""
     validate_pools(cache)
     pages, lengths = table.pages, table.lengths
-    if pages.ndim != 2 or lengths.shape != pages.shape[:1]:
-        raise ValueError(f"table: expected pages [B, M] and lengths [B], got shapes {pages.shape} and {lengths.shape}")
-    if not all(jnp.issubdtype(array.dtype, jnp.integer) for array in (pages, lengths)):
-        raise ValueError(f"table: expected integer pages and lengths, got {pages.dtype} and {lengths.dtype}")
+    if pages.ndim != 2 or pages.shape[1] == 0 or lengths.shape != pages.shape[:1]:
+        raise ValueError(
+            f"table: expected pages [B, M] of at least one block and lengths [B], got shapes {pages.shape} and "
+            f"{lengths.shape}"
+        )
+    if {pages.dtype, lengths.dtype} != {jnp.dtype("int32")}:
+        raise ValueError(f"table: expected int32 pages and lengths, got {pages.dtype} and {lengths.dtype}")
     if (table.num_pages, table.page_size) != (cache.num_pages, cache.page_size):
         raise ValueError(
             f"table: expected one for this cache's {cache.num_pages} pages of {cache.page_size} cells, "

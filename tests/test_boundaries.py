@@ -181,6 +181,9 @@ def test_a_cache_of_another_kind_is_refused(other, cache, table, q):
         {"pages": jnp.zeros((5, 4), jnp.int32)},
         {"pages": jnp.zeros(3, jnp.int32)},
         {"pages": jnp.zeros((3, 4))},
+        {"pages": jnp.zeros((3, 0), jnp.int32)},
+        {"pages": jnp.zeros((3, 4), jnp.int16)},
+        {"lengths": jnp.zeros(3, jnp.uint32)},
     ],
     ids=lambda wrong: ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in wrong.items()),
 )
