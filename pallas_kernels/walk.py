@@ -85,6 +85,8 @@ def open_pools(
     if obstacle := arguments.head_dim_obstacle(form.head_dim, form.v_head_dim):
         raise NotImplementedError(f"the kernel {obstacle}")
     tables = arguments.validate_integers("block_tables", block_tables, (None, None))
+    if not tables.shape[1]:
+        raise ValueError(f"block_tables: expected at least one block for each row, got shape {tables.shape}")
     k, v = (pairs.view(of, pool) for of, pool in zip(axes, pools, strict=True))
     require_addressable(k, v)
     return Pools(k, v, *scales, tables, layer), form

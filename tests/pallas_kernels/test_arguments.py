@@ -36,6 +36,7 @@ MISTAKES = {
     "lengths of floats": {"lengths": jnp.asarray([5.0, 2.0, 9.0])},
     "tables of floats": {"block_tables": jnp.ones((3, 3))},
     "tables of rank 1": {"block_tables": jnp.arange(9)},
+    "tables of no blocks": {"block_tables": jnp.zeros((3, 0), jnp.int32)},
     "V of fewer pages": {"v_pages": jnp.ones((8, 4, 2, 16))},
     "V of fewer cells": {"v_pages": jnp.ones((9, 3, 2, 16))},
     "V of fewer heads": {"v_pages": jnp.ones((9, 4, 1, 16))},
