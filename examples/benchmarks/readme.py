@@ -140,12 +140,10 @@ def llama_table() -> str:
 
 
 def mesh_table() -> str:
-    rows, flags = [], ""
+    rows = []
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("llama-*-h200-x2.json"))]
     for results in runs:
-        given = results["environment"].get("xla_flags")
-        flags = given or flags
-        how = " with flags" if given else ""
+        how = " with flags" if _flags(results) else ""
         for name, mesh in results["mesh"].items():
             steps = (f"{1e3 * timed['seconds_per_step']:.2f}" for timed in mesh["devices"].values())
             rows.append((f"{name}, {mesh['layers']} layers: step{how}, ms", *steps, f"{mesh['value']:.2f}"))
@@ -156,7 +154,7 @@ def mesh_table() -> str:
     return (
         f"The same with kv heads split over devices; {_where(runs[0])}:\n\n"
         + _table(head, rows)
-        + f'\nThese flags: `XLA_FLAGS="{flags}"`.\n\n'
+        + "".join(f'\nThese flags: `XLA_FLAGS="{flags}"`.\n\n' for flags in map(_flags, runs) if flags)
     )
 
 
@@ -274,6 +272,11 @@ def _where(results: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if name != "jaxlib")
     cores = f", {environment['processors']} cores" if environment["platform"] == "cpu" else ""
     return f"{environment['device']}{cores}, {versions}, {environment['date']}"
+
+
+def _flags(results: dict) -> str:
+    """XLA's, as far as a run says; the oldest do not."""
+    return results["environment"].get("xla_flags", "")
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

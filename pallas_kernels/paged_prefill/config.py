@@ -69,16 +69,15 @@ def heuristic(shape: Shape, device: Device) -> Config:
     if in_float32:
         return Config(queries, few, tile=16, num_warps=4, num_stages=2)
     lanes = queries * group
-    num_warps = 8 if lanes * widest > _LANES * 128 else 4 if lanes > 32 or widest > 128 else 2
-    num_stages = 5 if lanes == _FEW_LANES else 3
-    config = Config(queries, few, tile=64 if widest <= 128 else 32, num_warps=num_warps, num_stages=num_stages)
     kv_tiles = shape.rows * -(-mean_tokens // queries) * shape.num_kv_heads
-    if kv_tiles * _FEW <= device.processors:
-        if lanes > _NARROW_LANES:
-            tile, num_warps, num_stages = config.tile, 8, 3
-        else:
-            tile, num_warps, num_stages = (64, 4, 5) if is_quantised(shape.kv_dtype) else (128, 4, 4)
-        config = Config(queries, few, tile, num_warps, num_stages, programs_per_processor=1)
+    are_few, are_narrow = kv_tiles * _FEW <= device.processors, lanes <= _NARROW_LANES
+    if are_few and are_narrow:
+        tile, num_warps, num_stages = (64, 4, 5) if is_quantised(shape.kv_dtype) else (128, 4, 4)
+    else:
+        tile = 64 if widest <= 128 else 32
+        num_warps = 8 if are_few or lanes * widest > _LANES * 128 else 4 if not are_narrow or widest > 128 else 2
+        num_stages = 5 if lanes == _FEW_LANES and not are_few else 3
+    config = Config(queries, few, tile, num_warps, num_stages, programs_per_processor=1 if are_few else _RESIDENT)
     while config.tile > 16 and _shared_bytes(shape, config) > device.shared_memory:
         config = dataclasses.replace(config, tile=config.tile // 2)
     return config
