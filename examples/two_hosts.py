@@ -27,18 +27,17 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jax.sharding import Mesh
 
-from decoder import model as single
-from decoder import sharding as on_mesh
-from decoder.arguments import positive_int, token_ids
-from decoder.chunks import cut_prompts
-from decoder.config import ModelConfig
-from decoder.config_json import model_config
-from decoder.load import load_decoder
-from decoder.model import Decoder
-from decoder.pretrained import open_pretrained
 from paged_jax import BlockTable, PagedCache, sharding
+from paged_jax.cli.arguments import positive_int, token_ids
+from paged_jax.cli.chunks import cut_prompts
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.loaded import load
+from paged_jax.models.mesh import Split
+from paged_jax.models.network import Network
+from paged_jax.models.programs import generate, prefill
+from paged_jax.models.weights.config_json import model_config
 
 NUM_PROCESSES = 2
 PAGE_SIZE = 16
@@ -141,21 +140,22 @@ def work(args: argparse.Namespace) -> int:
         )
     prompts = args.token_ids or PROMPTS
     rows = [[] for _ in prompts]
-    split = on_mesh.Split(sharding.make_mesh(heads=jax.device_count()), heads="heads")
+    mesh = sharding.make_mesh(heads=jax.device_count())
     with time_limit(args, "loading the model"):
-        model = load(args, split)
-    cache, table = new_pool(model.config, prompts, args.max_tokens, split)
+        forward = on_mesh(args.model, mesh)
+    config = forward.func.config
+    cache, table = new_pool(config, prompts, args.max_tokens, mesh)
     for chunk in cut_prompts(prompts, 2048):
         with time_limit(args, "reading the prompts"):
-            cache, table, ok = on_mesh.prefill(
-                split, model, cache, table, chunk.tokens, chunk.num_tokens, max_context=chunk.max_context
+            cache, table, ok = prefill(
+                forward, cache, table, chunk.tokens, chunk.num_tokens, max_context=chunk.max_context
             )
             jax.block_until_ready(ok)
     newest, active = np.array([prompt[-1] for prompt in prompts], np.int32), np.ones(len(prompts), bool)
     for done in range(0, args.max_tokens, args.tokens_per_call):
         with time_limit(args, "decoding"):
             count = min(args.tokens_per_call, args.max_tokens - done)
-            result = on_mesh.generate(split, model, cache, table, newest, active, max_new_tokens=count).check()
+            result = generate(forward, cache, table, newest, active, max_new_tokens=count).check()
             tokens = np.asarray(result.tokens)
         cache, table, newest = result.cache, result.table, result.tokens[:, -1]
         for row, new in zip(rows, tokens.tolist(), strict=True):
@@ -166,7 +166,7 @@ def work(args: argparse.Namespace) -> int:
         for row in rows:
             print(",".join(map(str, row)), file=answers, flush=True)
         if args.model is None:
-            compare(model.config, prompts, rows)
+            compare(prompts, rows)
     with time_limit(args, "parting"):
         jax.distributed.shutdown()
     return 0
@@ -200,45 +200,43 @@ def time_limit(args: argparse.Namespace, what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def load(args: argparse.Namespace, split: on_mesh.Split) -> Decoder:
-    if args.model is None:
-        return on_mesh.place_decoder(small_model(), split)
-    pretrained = open_pretrained(args.model)
-    shardings = on_mesh.parameter_shardings(pretrained.config, split)
-    return load_decoder(pretrained.source, pretrained.config, np.float32, scan_layers=True, device=shardings)
+def on_mesh(path: str | None, mesh: Mesh) -> jax.tree_util.Partial:
+    """The `forward` of the model there, or of the small one, split by heads."""
+    if path is not None:
+        return load(path, dtype="float32", mesh=mesh, heads="heads", scan_layers=True).forward
+    network = Network(model_config(SMALL), scan_layers=True, split=Split(mesh, heads="heads"))
+    return jax.tree_util.Partial(network, sharding.place(mesh, small_weights(network), network.specs()))
 
 
-def small_model() -> Decoder:
-    """The same random one in every process."""
-    shapes = nnx.eval_shape(lambda: Decoder(model_config(SMALL), scan_layers=True, rngs=nnx.Rngs(0)))
+def small_weights(network: Network) -> dict[str, np.ndarray]:
+    """The same random ones in every process."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: rng.normal(scale=0.3, size=leaf.shape).astype(leaf.dtype), shapes)
+    shapes = network.shapes("float32").items()
+    return {name: rng.normal(scale=0.3, size=shape.shape).astype(shape.dtype) for name, shape in shapes}
 
 
 def new_pool(
-    config: ModelConfig, prompts: list[list[int]], max_tokens: int, split: on_mesh.Split
+    config: ModelConfig, prompts: list[list[int]], max_tokens: int, mesh: Mesh | None
 ) -> tuple[PagedCache, BlockTable]:
+    """Room for the prompts and their answers, on one device or split by heads."""
     blocks, attention = -(-(max(map(len, prompts)) + max_tokens) // PAGE_SIZE), config.attention
     pages = blocks * len(prompts)
     sizes = (config.num_layers, pages, PAGE_SIZE, attention.num_kv_heads, attention.head_dim, np.float32)
-    cache = sharding.create_cache(split.mesh, *sizes, heads=split.heads)
-    return cache, sharding.create_table(split.mesh, pages, PAGE_SIZE, len(prompts), blocks)
+    table_sizes = (pages, PAGE_SIZE, len(prompts), blocks)
+    if mesh is None:
+        return PagedCache.create(*sizes), BlockTable.create(*table_sizes)
+    return sharding.create_cache(mesh, *sizes, heads="heads"), sharding.create_table(mesh, *table_sizes)
 
 
-def compare(config: ModelConfig, prompts: list[list[int]], rows: list[list[int]]) -> None:
+def compare(prompts: list[list[int]], rows: list[list[int]]) -> None:
     """The same model again, on one device of this process."""
-    blocks = -(-(max(map(len, prompts)) + len(rows[0])) // PAGE_SIZE)
-    attention, pages = config.attention, blocks * len(prompts)
-    cache = PagedCache.create(
-        config.num_layers, pages, PAGE_SIZE, attention.num_kv_heads, attention.head_dim, np.float32
-    )
-    table, model = BlockTable.create(pages, PAGE_SIZE, len(prompts), blocks), small_model()
+    network = Network(model_config(SMALL), scan_layers=True)
+    forward = jax.tree_util.Partial(network, jax.tree.map(jnp.asarray, small_weights(network)))
+    cache, table = new_pool(network.config, prompts, len(rows[0]), None)
     for chunk in cut_prompts(prompts, 2048):
-        cache, table, _ = single.prefill(model, cache, table, chunk.tokens, chunk.num_tokens)
+        cache, table, _ = prefill(forward, cache, table, chunk.tokens, chunk.num_tokens)
     newest, active = np.array([prompt[-1] for prompt in prompts], np.int32), np.ones(len(prompts), bool)
-    result = single.generate(
-        model, cache, table, jnp.asarray(newest), jnp.asarray(active), max_new_tokens=len(rows[0])
-    ).check()
+    result = generate(forward, cache, table, newest, active, max_new_tokens=len(rows[0])).check()
     if np.asarray(result.tokens).tolist() != rows:
         raise RuntimeError(f"expected one device's tokens {np.asarray(result.tokens).tolist()}, got {rows}")
     print(f"one device gives the same {sum(map(len, rows))} tokens", file=sys.stderr, flush=True)

@@ -13,6 +13,9 @@ from paged_jax.sampling import Sampler, greedy
 from paged_jax.step import PagedStep
 from paged_jax.swap import SwappedRows, swap_in, swap_out
 from paged_jax.table_check import check_block_tables, check_query_lengths
+from paged_jax.text_stream import TextStream, text_streams
+
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockTable",
@@ -24,6 +27,7 @@ __all__ = [
     "PrefixCache",
     "Sampler",
     "SwappedRows",
+    "TextStream",
     "cascade_attention",
     "cascade_pays",
     "check_block_tables",
@@ -40,4 +44,5 @@ __all__ = [
     "shared_blocks",
     "swap_in",
     "swap_out",
+    "text_streams",
 ]

@@ -42,7 +42,7 @@ def _share_programs(config):
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2's GGUF file, fetched on first use. Without it a test is skipped, or fails where it must not be missed."""
-    from decoder.fetch import FetchError, fetch_smollm2  # here, because most tests need none of the examples
+    from paged_jax.models.weights.fetch import FetchError, fetch_smollm2  # here, because most tests need no models
 
     try:
         return fetch_smollm2()
@@ -64,6 +64,20 @@ def gemma3_path() -> Path:
     )
 
 
+@pytest.fixture(scope="session")
+def tiny():
+    """A small random Llama, as a GGUF file and in numpy."""
+    from tiny_llama import tiny_llama
+
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its file."""
+    return tiny.save(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
     """The compiled programs of one file are of no use to the next, and gigabytes in the end."""
@@ -74,7 +88,7 @@ def forget_programs():
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
     """Stricter than users: no dtype changes and no axis appears without being asked for."""
-    if "examples" in request.path.parts:  # Flax mixes dtypes
+    if {"examples", "models", "cli"} & set(request.path.parts):  # Flax mixes dtypes
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

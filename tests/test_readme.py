@@ -25,7 +25,7 @@ def test_code_runs_as_printed(code, capsys):
 @pytest.mark.parametrize("name", ["README.md", "pallas_kernels/README.md"])
 def test_the_tables_are_made_from_the_results(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    from benchmarks.readme import with_tables
+    from examples.benchmarks.readme import with_tables
 
     text = (ROOT / name).read_text(encoding="utf-8")
     assert with_tables(name, text) == text, "run examples/benchmarks/readme.py"

@@ -1,6 +1,6 @@
 """What the block table's operations cost inside jit, and the prefix cache's on the host.
 
-    python examples/benchmarks/block_table.py --out examples/benchmarks/results/block-table-h200.json
+    python -m examples.benchmarks.block_table --out examples/benchmarks/results/block-table-h200.json
 
 Inside jit: many equal operations in one compiled loop, over their number, so that the host's part in starting the loop
 does not count. Each is done on the same table, behind a barrier that keeps the compiler from moving any of its work out
@@ -10,20 +10,17 @@ of the loop. On the host: with all that the operation does on the device, until 
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.environment import describe
+from examples.benchmarks.environment import describe
 from paged_jax import BlockTable
 from paged_jax.prefix_cache import PrefixCache
 

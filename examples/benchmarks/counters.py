@@ -1,6 +1,6 @@
 """Hardware counters of the decode kernel, by NVIDIA's `ncu`: what the time of a case goes by.
 
-    python examples/benchmarks/counters.py --out examples/benchmarks/results/counters-h200.json
+    python -m examples.benchmarks.counters --out examples/benchmarks/results/counters-h200.json
 
 Each case runs in a process of its own under `ncu`, which replays its second launch and leaves the clocks as they are.
 Reading counters may need a right that only the machine's owner can give.
@@ -16,12 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
 
-from benchmarks.decode import attend_paged, make_problem
-from benchmarks.environment import describe
+from examples.benchmarks.decode import attend_paged, make_problem
+from examples.benchmarks.environment import describe
 from pallas_kernels.cases import DECODE_CASES
 
 COUNTERS = {  # our name → ncu's

@@ -1,6 +1,6 @@
 """Decode attention on a GPU: ours beside its peers and the memory ceiling, errors checked in the same run.
 
-    python examples/benchmarks/decode.py --peers --out examples/benchmarks/results/decode-h200.json
+    python -m examples.benchmarks.decode --peers --out examples/benchmarks/results/decode-h200.json
 
 Each time is that of one layer in a chain of dependent layers inside one `jax.jit`, as deep as a model. The layers take
 turns with K and V that exceed the L2 cache together, and the pages of each row are randomly permuted. Contestants take
@@ -24,15 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.environment import describe
-from benchmarks.peers import PEERS, Contestant
+from examples.benchmarks.environment import describe
+from examples.benchmarks.peers import PEERS, Contestant
 from paged_jax import BlockTable, PagedCache, paged_attention
 from pallas_kernels import paged_decode
 from pallas_kernels.cases import DECODE_CASES, DecodeCase

@@ -1,7 +1,7 @@
 """Speed of SmolLM2-135M-Instruct: decoding at batch 1 and 8, beside transformers' `generate` with its cache, and
 reading prompts beside one dense forward of the same tokens, which keeps no cache.
 
-    python examples/benchmarks/generation.py --out examples/benchmarks/results/generation-cpu.json
+    python -m examples.benchmarks.generation --out examples/benchmarks/results/generation-cpu.json
 
 Rounds are interleaved, so that a slow moment of the machine meets every contestant; the medians are what counts.
 """
@@ -17,23 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 from rich.progress import track
 
-from benchmarks.environment import describe
-from decoder.config_gguf import gguf_config
-from decoder.dense import DenseStep
-from decoder.fetch import fetch_smollm2
-from decoder.gguf import open_gguf
-from decoder.load import load_decoder
-from decoder.model import Decoder, generate, prefill
-from decoder.text import gguf_text
+from examples.benchmarks.environment import describe
 from paged_jax import BlockTable, PagedCache
+from paged_jax.models.dense import DenseStep
+from paged_jax.models.loaded import load
+from paged_jax.models.programs import generate, prefill
+from paged_jax.models.weights.fetch import fetch_smollm2
 
 PROMPT = "What is gravity? Answer in one sentence."
 PAGE_SIZE = 16
@@ -47,14 +42,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the raw results go, as JSON")
     args = parser.parse_args()
 
-    file = open_gguf(fetch_smollm2())
-    prompt = gguf_text(file).encode(PROMPT, is_raw=False)
-    model = load_decoder(file, gguf_config(file), jnp.float32)
+    loaded = load(fetch_smollm2(), dtype="float32")
+    prompt, model = loaded.text.encode(PROMPT, is_raw=False), loaded.forward
     contestants = {
         f"paged_jax batch {rows}": functools.partial(time_paged, model, prompt, rows, args.tokens) for rows in (1, 8)
     }
     try:
-        from benchmarks.hugging_face import time_generate, to_transformers
+        from examples.benchmarks.hugging_face import time_generate, to_transformers
 
         contestants["transformers batch 1"] = functools.partial(
             time_generate, to_transformers(model), prompt, args.tokens
@@ -104,7 +98,7 @@ def measure(
     return first, seconds
 
 
-def time_paged(model: Decoder, prompt: list[int], rows: int, num_new: int) -> float:
+def time_paged(model: jax.tree_util.Partial, prompt: list[int], rows: int, num_new: int) -> float:
     """Seconds to decode `num_new` tokens for each of `rows` rows after their prefill."""
     cache, table = empty_cache(model, rows, len(prompt) + num_new)
     tokens, num_tokens = jnp.array(prompt[:-1] * rows, jnp.int32), jnp.full(rows, len(prompt) - 1, jnp.int32)
@@ -119,7 +113,7 @@ def time_paged(model: Decoder, prompt: list[int], rows: int, num_new: int) -> fl
     return seconds
 
 
-def time_prefill(model: Decoder, rows: int, num_tokens: int) -> float:
+def time_prefill(model: jax.tree_util.Partial, rows: int, num_tokens: int) -> float:
     """Seconds to read fresh prompts into pages, as `generate.py` does."""
     cache, table = empty_cache(model, rows, num_tokens)
     tokens = random_tokens(model, rows * num_tokens)
@@ -133,7 +127,7 @@ def time_prefill(model: Decoder, rows: int, num_tokens: int) -> float:
     return seconds
 
 
-def time_forward(model: Decoder, rows: int, num_tokens: int) -> float:
+def time_forward(model: jax.tree_util.Partial, rows: int, num_tokens: int) -> float:
     """Seconds of one dense forward of as many tokens."""
     tokens = jax.block_until_ready(random_tokens(model, rows * num_tokens))
     start = time.perf_counter()
@@ -142,7 +136,7 @@ def time_forward(model: Decoder, rows: int, num_tokens: int) -> float:
 
 
 @functools.partial(jax.jit, static_argnames="rows")
-def forward(model: Decoder, tokens: Int32[Array, " T"], *, rows: int) -> Float[Array, "T D"]:
+def forward(model: jax.tree_util.Partial, tokens: Int32[Array, " T"], *, rows: int) -> Float[Array, "T D"]:
     """The hidden states of prompts of one length, one after the other, with the attention that JAX has."""
 
     def attend(q, k, v, cache, _, *, scale, **_options):  # this model has neither windows nor sinks
@@ -151,20 +145,20 @@ def forward(model: Decoder, tokens: Int32[Array, " T"], *, rows: int) -> Float[A
         return out.reshape(-1, *out.shape[2:]), cache
 
     positions = jnp.tile(jnp.arange(tokens.size // rows, dtype=jnp.int32), rows)
-    return model(tokens, DenseStep(positions), None, attend)[0]
+    return model.func.decoder(*model.args)(tokens, DenseStep(positions), None, attend)[0]
 
 
-def empty_cache(model: Decoder, rows: int, num_tokens: int) -> tuple[PagedCache, BlockTable]:
+def empty_cache(model: jax.tree_util.Partial, rows: int, num_tokens: int) -> tuple[PagedCache, BlockTable]:
     """A cache and a table with room for so many tokens in each row."""
     blocks = -(-num_tokens // PAGE_SIZE)
     table = BlockTable.create(rows * blocks, PAGE_SIZE, rows, blocks)
-    attention = model.config.attention
-    sizes = (model.config.num_layers, table.num_pages, PAGE_SIZE, attention.num_kv_heads, attention.head_dim)
+    attention = model.func.config.attention
+    sizes = (model.func.config.num_layers, table.num_pages, PAGE_SIZE, attention.num_kv_heads, attention.head_dim)
     return PagedCache.create(*sizes, jnp.float32), table
 
 
-def random_tokens(model: Decoder, count: int) -> Int32[Array, " T"]:
-    return jnp.asarray(np.random.default_rng(0).integers(model.config.vocab_size, size=count), jnp.int32)
+def random_tokens(model: jax.tree_util.Partial, count: int) -> Int32[Array, " T"]:
+    return jnp.asarray(np.random.default_rng(0).integers(model.func.config.vocab_size, size=count), jnp.int32)
 
 
 if __name__ == "__main__":

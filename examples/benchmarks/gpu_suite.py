@@ -1,6 +1,6 @@
 """Runs the tests that need a GPU and keeps what came out, since continuous integration has none.
 
-python examples/benchmarks/gpu_suite.py --out examples/benchmarks/results/gpu-tests-h200.json
+python -m examples.benchmarks.gpu_suite --out examples/benchmarks/results/gpu-tests-h200.json
 """
 
 import argparse
@@ -12,9 +12,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.environment import describe
+from examples.benchmarks.environment import describe
 
 ROOT = Path(__file__).parents[2]
 

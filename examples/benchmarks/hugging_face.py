@@ -2,16 +2,15 @@
 
 import time
 
+import jax
 import numpy as np
 import torch
 import transformers
 
-from decoder.model import Decoder
 
-
-def to_transformers(model: Decoder) -> transformers.LlamaForCausalLM:
+def to_transformers(forward: jax.tree_util.Partial) -> transformers.LlamaForCausalLM:
     """The same float32 weights, ready for inference."""
-    config = model.config
+    config, model = forward.func.config, forward.func.decoder(*forward.args)
     peer = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=config.vocab_size,

@@ -1,11 +1,11 @@
 r"""Decoding with random models of Llama 3's shapes on GPUs: beside the memory ceiling, a dense cache and a mesh.
 
-    python examples/benchmarks/llama.py --only compile dense --out examples/benchmarks/results/llama-h200.json
-    python examples/benchmarks/llama.py --only step --out examples/benchmarks/results/llama-step-h200.json
-    python examples/benchmarks/llama.py --shape 8b --devices 2 --only mesh attention \
+    python -m examples.benchmarks.llama --only compile dense --out examples/benchmarks/results/llama-h200.json
+    python -m examples.benchmarks.llama --only step --out examples/benchmarks/results/llama-step-h200.json
+    python -m examples.benchmarks.llama --shape 8b --devices 2 --only mesh attention \
         --out examples/benchmarks/results/llama-8b-h200-x2.json
     XLA_FLAGS="--xla_gpu_experimental_use_collective_kernels= --xla_gpu_enable_command_buffer=+COLLECTIVES" \
-        python examples/benchmarks/llama.py --shape 8b --devices 2 --only mesh \
+        python -m examples.benchmarks.llama --shape 8b --devices 2 --only mesh \
         --out examples/benchmarks/results/llama-8b-nccl-h200-x2.json
 
 What `--only` chooses from, in this order:
@@ -28,42 +28,38 @@ import gc
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from benchmarks.decode import attend_paged, make_problem, measure, measure_ceiling, reason
-from benchmarks.environment import describe
-from benchmarks.loops import (
+from examples.benchmarks.decode import attend_paged, make_problem, measure, measure_ceiling, reason
+from examples.benchmarks.environment import describe
+from examples.benchmarks.loops import (
     PAGE_SIZE,
     Case,
     compile_loop,
     compile_paged,
+    forward_shapes,
     measure_loop,
     measure_paged,
-    model_shapes,
     paged_cache_shapes,
     random_arrays,
     weight_bytes,
     whole,
 )
-from benchmarks.peers import Contestant
-from decoder import sharding as on_mesh
-from decoder.config import ModelConfig
-from decoder.config_json import model_config
-from decoder.dense import DenseCache, attend_dense, generate_dense
-from decoder.model import Decoder, generate
-from decoder.sharding import Split
+from examples.benchmarks.peers import Contestant
 from paged_jax import BlockTable, PagedCache, decode, paged_attention, sharding
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.dense import DenseCache, attend_dense, generate_dense
+from paged_jax.models.mesh import Split
+from paged_jax.models.programs import generate
+from paged_jax.models.weights.config_json import model_config
 from pallas_kernels.cases import DecodeCase
 
 _ROWS_TOGETHER = 8  # a batch is filled up with empty rows to a multiple: matrix units like no other number
@@ -346,10 +342,11 @@ def dense_cache_shapes(case: Case) -> Any:
     return of_layers(layers) if case.scan_layers else (of_layers(1),) * layers
 
 
-def generate_reserved(attend: Callable, model: Decoder, cache, table, tokens, active, *, max_new_tokens: int):
+def generate_reserved(attend: Callable, forward, cache, table, tokens, active, *, max_new_tokens: int):
     """`generate` over a dense cache, in the same loop; the table, with a page for each row, counts the tokens."""
 
-    def forward(model, tokens, step, cache):
+    def run(weights, tokens, step, cache):
+        model = forward.func.decoder(weights)
         hidden, cache = model(tokens, step, cache, attend if model.scan_layers else attend_own)
         return model.logits(hidden), cache
 
@@ -357,8 +354,9 @@ def generate_reserved(attend: Callable, model: Decoder, cache, table, tokens, ac
         out, cache = attend(q, k, v, caches[layer], step, layer=0, **options)
         return out, (*caches[:layer], cache, *caches[layer + 1 :])
 
-    forward = jax.tree_util.Partial(forward, model)
-    return decode(forward, cache, table, tokens, active, max_new_tokens=max_new_tokens)
+    return decode(
+        jax.tree_util.Partial(run, *forward.args), cache, table, tokens, active, max_new_tokens=max_new_tokens
+    )
 
 
 def attend_cudnn(q, k, v, cache: DenseCache, step, *, layer, scale, **options):
@@ -384,7 +382,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     first = np.random.default_rng(3).choice(case.config.vocab_size, rows, replace=False).astype(np.int32)
     with jax.default_matmul_precision("highest"):
         prompts = first[:, None].tolist()
-        expected = np.array(generate_dense(random_arrays(model_shapes(case)), prompts, new_tokens, (), jnp.float32))
+        expected = np.array(generate_dense(random_arrays(forward_shapes(case)), prompts, new_tokens, (), jnp.float32))
         different = {"1": int((greedy_tokens(case, first) != expected).sum())}
         if args.devices > 1:
             on_several = dataclasses.replace(case, split=split_heads(args.devices))
@@ -395,16 +393,16 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 
 def greedy_tokens(case: Case, first: np.ndarray) -> np.ndarray:
     """Int32 [B, n]: the tokens that follow the first one of each row."""
-    model, cache, table = (
-        random_arrays(model_shapes(case)),
+    forward, cache, table = (
+        random_arrays(forward_shapes(case)),
         random_arrays(paged_cache_shapes(case)),
         BlockTable.create(*case.table_sizes),
     )
-    run = generate
     if case.split is not None:
         table = sharding.place(case.split.mesh, table, whole(table))
-        run = functools.partial(on_mesh.generate, case.split)
-    result = run(model, cache, table, jnp.array(first), jnp.ones(first.size, bool), max_new_tokens=case.num_steps)
+    result = generate(
+        forward, cache, table, jnp.array(first), jnp.ones(first.size, bool), max_new_tokens=case.num_steps
+    )
     return np.asarray(result.check().tokens)
 
 

@@ -15,15 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from decoder import sharding as on_mesh
-from decoder.config import ModelConfig
-from decoder.model import Decoder, generate
-from decoder.sharding import Split
 from paged_jax import BlockTable, PagedCache, sharding
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.mesh import Split
+from paged_jax.models.network import Network
+from paged_jax.models.programs import generate
 
 PAGE_SIZE = 16
 
@@ -39,6 +38,10 @@ class Case:
     page_size: int = PAGE_SIZE
     split: Split | None = None  # over a mesh; None for one device
     dtype: str = "bfloat16"  # of weights and cache
+
+    @property
+    def network(self) -> Network:
+        return Network(self.config, self.scan_layers, self.split)
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
@@ -87,16 +90,15 @@ def measure_paged(case: Case, calls: int) -> dict[str, Any]:
 @functools.cache
 def compile_paged(case: Case) -> tuple[jax.stages.Compiled, dict[str, float]]:
     """As `compile_loop`: the decoder's `generate`, on one device or on a mesh."""
-    run: Any = generate if case.split is None else functools.partial(on_mesh.generate, case.split)
-    return compile_loop(case, functools.partial(run, max_new_tokens=case.num_steps), paged_cache_shapes(case))
+    return compile_loop(case, functools.partial(generate, max_new_tokens=case.num_steps), paged_cache_shapes(case))
 
 
 def compile_loop(case: Case, run: Callable, cache: Any) -> tuple[jax.stages.Compiled, dict[str, float]]:
-    """`run(model, cache, table, tokens, active)`, and the seconds that tracing it took, and compiling it."""
+    """`run(forward, cache, table, tokens, active)`, and the seconds that tracing it took, and compiling it."""
     table = jax.eval_shape(functools.partial(BlockTable.create, *case.table_sizes))
     tokens, active = (jax.ShapeDtypeStruct((len(case.lengths),), dtype) for dtype in (jnp.int32, jnp.bool_))
     rest = table, tokens, active
-    shapes = (model_shapes(case), cache, *_on_mesh(case.split, rest, whole(rest)))
+    shapes = (forward_shapes(case), cache, *_on_mesh(case.split, rest, whole(rest)))
     start = time.perf_counter()
     lowered = jax.jit(run, donate_argnums=(1, 2)).lower(*shapes)
     is_traced = time.perf_counter()
@@ -118,7 +120,7 @@ def measure_loop(case: Case, loop: Callable, compile_seconds: dict, cache: Any, 
         OutOfPages, RuntimeError: the loop did not make all its tokens.
     """
     gc.collect()  # the arrays of the last loop go before those of this one come
-    model, cache = random_arrays(model_shapes(case)), random_arrays(cache)
+    forward, cache = random_arrays(forward_shapes(case)), random_arrays(cache)
     table, is_row = new_table(case), np.array(case.lengths) > 0
     rng = np.random.default_rng(1)
     seconds: dict[str, list[float]] = {"steps": [], "no steps": []}
@@ -128,9 +130,9 @@ def measure_loop(case: Case, loop: Callable, compile_seconds: dict, cache: Any, 
             rest = jax.tree.map(jnp.array, (table, tokens, active))  # copies: the loop takes the table for itself
             if case.split is not None:
                 rest = sharding.place(case.split.mesh, rest, whole(rest))
-            jax.block_until_ready((model, cache, rest))
+            jax.block_until_ready((forward, cache, rest))
             start = time.perf_counter()
-            result = jax.block_until_ready(loop(model, cache, *rest))
+            result = jax.block_until_ready(loop(forward, cache, *rest))
             seconds[kind].append(time.perf_counter() - start)
             cache = result.check().cache
             expected, got = active.sum() * case.num_steps, int(result.num_tokens.sum())
@@ -144,16 +146,13 @@ def measure_loop(case: Case, loop: Callable, compile_seconds: dict, cache: Any, 
 # --- Shapes -----------------------------------------------------------------------------------------------------------
 
 
-def model_shapes(case: Case) -> Decoder:
-    """The model with a shape in place of each array, and with its place on the mesh if there is one."""
-    return _model_shapes(case.config, case.dtype, case.scan_layers, case.split)
-
-
-@functools.cache
-def _model_shapes(config: ModelConfig, dtype: str, scan_layers: bool, split: Split | None) -> Decoder:
-    options = {"dtype": jnp.dtype(dtype), "scan_layers": scan_layers}
-    shapes = nnx.eval_shape(lambda: Decoder(config, **options, rngs=nnx.Rngs(0)))
-    return shapes if split is None else _on_mesh(split, shapes, on_mesh.model_specs(shapes, split))
+def forward_shapes(case: Case) -> jax.tree_util.Partial:
+    """The model's `forward` with a shape in place of each weight, and with its place on the mesh if there is one."""
+    network = case.network
+    shapes = network.shapes(case.dtype)
+    if case.split is not None:
+        shapes = _on_mesh(case.split, shapes, network.specs())
+    return jax.tree_util.Partial(network, shapes)
 
 
 def paged_cache_shapes(case: Case) -> PagedCache:
@@ -177,10 +176,8 @@ def whole(arrays: Any) -> Any:
 
 def weight_bytes(case: Case) -> dict[str, int]:
     """Bytes of all parameters, and of those that a step reads whole: all but the embedding table."""
-    model = model_shapes(case)
-    total, embedding = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in (model, model.embedding)
-    )
+    sizes = {name: shape.size * shape.dtype.itemsize for name, shape in case.network.shapes(case.dtype).items()}
+    total, embedding = sum(sizes.values()), sizes["embedding.embedding"]
     return {"all": total, "read": total if case.config.tied_embeddings else total - embedding}
 
 

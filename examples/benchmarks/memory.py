@@ -1,6 +1,6 @@
 """How many rows fit in a given memory, and how much of it they waste, paged against contiguous reservation.
 
-    python examples/benchmarks/memory.py --out examples/benchmarks/results/memory.json
+    python -m examples.benchmarks.memory --out examples/benchmarks/results/memory.json
 
 Requests whose lengths are log-normal (sigma 0.8, means 512, 1024 and 2048, cut at 8192, seed 0) are replayed through a
 real block table over 8 GiB of Llama 3 8B's cache. The first half of a request is its prompt. In each turn the rows that
@@ -14,19 +14,16 @@ Contiguous reservation is the same replay with a page size at which the longest 
 import argparse
 import collections
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.environment import describe
+from examples.benchmarks.environment import describe
 from paged_jax import BlockTable, PagedCache
 
 POOL_BYTES = 8 << 30

@@ -19,7 +19,7 @@ from paged_jax import BlockTable
 from pallas_kernels.cases import DecodeCase
 
 if TYPE_CHECKING:
-    from benchmarks.decode import Problem
+    from examples.benchmarks.decode import Problem
 
 _TOKENS_PER_TILE = 128  # that JAX's op loads at once: 8 pages of 16 by its own default
 

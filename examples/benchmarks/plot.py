@@ -1,6 +1,6 @@
 """Draws achieved bandwidth against bytes read, ours and the peers', from the results of `decode.py`.
 
-python examples/benchmarks/plot.py examples/benchmarks/results/decode-h200.json
+python -m examples.benchmarks.plot examples/benchmarks/results/decode-h200.json
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Attention of several tokens per row on a GPU: prompts, chunks, drafts, mixed batches and shared prefixes.
 
-    python examples/benchmarks/prefill.py --out examples/benchmarks/results/prefill-h200.json
+    python -m examples.benchmarks.prefill --out examples/benchmarks/results/prefill-h200.json
 
 Times are taken as `decode.py` takes them, in a chain of layers inside one `jax.jit`, errors checked in the same run.
 """
@@ -16,15 +16,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode import Problem, make_problem, measure, measure_ceiling
-from benchmarks.environment import describe
-from benchmarks.peers import Contestant
+from examples.benchmarks.decode import Problem, make_problem, measure, measure_ceiling
+from examples.benchmarks.environment import describe
+from examples.benchmarks.peers import Contestant
 from paged_jax import cascade_attention, cudnn, paged_attention, prefill_attention
 from paged_jax.layouts import take_pages
 from pallas_kernels.cases import PREFILL_CASES, PrefillCase

@@ -1,6 +1,6 @@
 """What a quantised cache costs in accuracy: SmolLM2 reads a text with each dtype of the cache.
 
-    python examples/benchmarks/quantised.py --out examples/benchmarks/results/quantised-cpu.json
+    python -m examples.benchmarks.quantised --out examples/benchmarks/results/quantised-cpu.json
 
 Each token is predicted from K and V that lie in the cache in that dtype. Perplexity is that of the text, and agreement
 the share of places where the likeliest next token is the one that a float32 cache gives.
@@ -9,11 +9,8 @@ the share of places where the likeliest next token is the one that a float32 cac
 import argparse
 import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +18,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 from rich.progress import track
 
-from benchmarks.environment import describe
-from decoder.config_gguf import gguf_config
-from decoder.fetch import fetch_smollm2
-from decoder.gguf import open_gguf
-from decoder.load import load_decoder
-from decoder.model import Decoder
-from decoder.text import gguf_text
+from examples.benchmarks.environment import describe
 from paged_jax import BlockTable, PagedCache
+from paged_jax.models.loaded import load
+from paged_jax.models.weights.fetch import fetch_smollm2
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 TEXT = Path(__file__).parent / "text.txt"  # in the public domain
@@ -39,10 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="where the raw results go, as JSON")
     args = parser.parse_args(arguments)
-    file = open_gguf(fetch_smollm2())
-    tokens = gguf_text(file).encode(TEXT.read_text(encoding="utf-8"), is_raw=True)
-    model = load_decoder(file, gguf_config(file), jnp.float32)
-    logits = {dtype: read(model, tokens, dtype) for dtype in track(DTYPES, "Reading")}
+    loaded = load(fetch_smollm2(), dtype="float32")
+    tokens = loaded.text.encode(TEXT.read_text(encoding="utf-8"), is_raw=True)
+    logits = {dtype: read(loaded.forward, tokens, dtype) for dtype in track(DTYPES, "Reading")}
     results = {
         "benchmark": "quantised",
         "environment": describe("flax"),
@@ -55,9 +47,9 @@ def main(arguments: list[str] | None = None) -> None:
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def read(model: Decoder, tokens: list[int], dtype: str) -> np.ndarray:
+def read(forward: jax.tree_util.Partial, tokens: list[int], dtype: str) -> np.ndarray:
     """Logits [T, V] after each token, read in chunks through a cache of the dtype."""
-    config, blocks = model.config, -(-len(tokens) // PAGE_SIZE)
+    config, blocks = forward.func.config, -(-len(tokens) // PAGE_SIZE)
     attention = config.attention
     sizes = (config.num_layers, blocks, PAGE_SIZE, attention.num_kv_heads, attention.head_dim)
     cache, table = PagedCache.create(*sizes, dtype), BlockTable.create(blocks, PAGE_SIZE, 1, blocks)
@@ -65,18 +57,22 @@ def read(model: Decoder, tokens: list[int], dtype: str) -> np.ndarray:
     for first in range(0, len(tokens), CHUNK):
         chunk = tokens[first : first + CHUNK]
         padded = jnp.array(chunk + [0] * (CHUNK - len(chunk)), jnp.int32)
-        cache, table, of_chunk = _read_chunk(model, cache, table, padded, jnp.array([len(chunk)], jnp.int32))
+        cache, table, of_chunk = _read_chunk(forward, cache, table, padded, jnp.array([len(chunk)], jnp.int32))
         logits.append(np.asarray(of_chunk)[: len(chunk)])
     return np.concatenate(logits)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "table"))
 def _read_chunk(
-    model: Decoder, cache: PagedCache, table: BlockTable, tokens: Int32[Array, " T"], num_tokens: Int32[Array, " 1"]
+    forward: jax.tree_util.Partial,
+    cache: PagedCache,
+    table: BlockTable,
+    tokens: Int32[Array, " T"],
+    num_tokens: Int32[Array, " 1"],
 ) -> tuple[PagedCache, BlockTable, Float[Array, "T V"]]:
     table, step, _ = table.step(num_tokens, size=tokens.size)
-    hidden, cache = model(tokens, step, cache)
-    return cache, table, model.logits(hidden)
+    logits, cache = forward(tokens, step, cache)
+    return cache, table, logits
 
 
 def judge(logits: np.ndarray, exact: np.ndarray, tokens: list[int]) -> dict[str, Any]:

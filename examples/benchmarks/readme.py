@@ -1,16 +1,13 @@
 """Writes the tables of README.md and of pallas_kernels/README.md from the raw results.
 
-python examples/benchmarks/readme.py
+python -m examples.benchmarks.readme
 """
 
 import functools
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pallas_kernels.cases import DECODE_CASES, PREFILL_CASES
 

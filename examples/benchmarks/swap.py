@@ -1,6 +1,6 @@
 """Swapping rows out to host memory and back, beside what the device's host link does with one plain array.
 
-    python examples/benchmarks/swap.py --out examples/benchmarks/results/swap-h200.json
+    python -m examples.benchmarks.swap --out examples/benchmarks/results/swap-h200.json
 
 The rows lie on permuted pages of a cache with the layers of Llama 3 8B, and go back to other pages each time.
 """
@@ -10,20 +10,17 @@ import dataclasses
 import functools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.environment import describe
-from benchmarks.loops import random_arrays
+from examples.benchmarks.environment import describe
+from examples.benchmarks.loops import random_arrays
 from paged_jax import BlockTable, PagedCache, swap_in, swap_out
 
 LAYERS, PAGE_SIZE, KV_HEADS, HEAD_DIM = 32, 16, 8, 128

@@ -1,6 +1,6 @@
 """Finds the fastest kernel settings on the GPU at hand, and writes the file from which the library takes them.
 
-    python examples/benchmarks/tune.py --tag headline model
+    python -m examples.benchmarks.tune --tag headline model
 
 Cases that the library cannot tell apart while it traces (`config.Shape`) are tuned together: the geometric mean of
 their times counts, each over that of the heuristic's settings. All candidates are timed briefly, the best quarter of
@@ -17,17 +17,14 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
 
-from benchmarks.decode import (
+from examples.benchmarks.decode import (
     Problem,
     Run,
     attend_configured,
@@ -37,7 +34,7 @@ from benchmarks.decode import (
     seconds_per_call,
     start,
 )
-from benchmarks.environment import describe
+from examples.benchmarks.environment import describe
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
 from pallas_kernels.device import Device, current_device
 from pallas_kernels.paged_decode import config as configs

@@ -1,6 +1,6 @@
 """Writing K and V of new tokens on a GPU: one Pallas launch beside XLA's scatter, for each dtype of the cache.
 
-    python examples/benchmarks/write.py --out examples/benchmarks/results/write-h200.json
+    python -m examples.benchmarks.write --out examples/benchmarks/results/write-h200.json
 
 All layers of a chain inside one `jax.jit` write to donated pools, as an unrolled decoder's do: the turns of a loop
 would take longer than the writes. Both must leave the same pools behind, and a pool four times as large should take no
@@ -13,17 +13,14 @@ import gc
 import itertools
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
 import jax.numpy as jnp
 
-from benchmarks.environment import describe
+from examples.benchmarks.environment import describe
 from paged_jax import PagedCache, backends, cache_write_xla
 
 LAYERS, PAGE_SIZE, KV_HEADS, HEAD_DIM = 32, 16, 8, 128

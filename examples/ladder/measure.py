@@ -1,6 +1,6 @@
 """Measures every rung of the ladder on a GPU, beside the memory ceiling, errors checked in the same run.
 
-    python examples/ladder/measure.py --out examples/benchmarks/results/ladder-h200.json
+    python -m examples.ladder.measure --out examples/benchmarks/results/ladder-h200.json
 
 Times are taken as `benchmarks/decode.py` takes them. `benchmarks/readme.py` makes the table from the results.
 """
@@ -8,18 +8,14 @@ Times are taken as `benchmarks/decode.py` takes them. `benchmarks/readme.py` mak
 import argparse
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.decode import Problem, make_problem, measure, measure_ceiling, show
-from benchmarks.environment import describe
-from benchmarks.peers import Contestant, by_layer
-
-from ladder import rung1_page_walk, rung2_tiles, rung3_masked_tail, rung4_partitions, rung5_one_launch
+from examples.benchmarks.decode import Problem, make_problem, measure, measure_ceiling, show
+from examples.benchmarks.environment import describe
+from examples.benchmarks.peers import Contestant, by_layer
+from examples.ladder import rung1_page_walk, rung2_tiles, rung3_masked_tail, rung4_partitions, rung5_one_launch
 from pallas_kernels.cases import DECODE_CASES
 
 RUNGS = {

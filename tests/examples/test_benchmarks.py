@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks import decode, peers
-from benchmarks.decode import Problem, attend_paged, main, make_problem, measure, sweep
-from benchmarks.peers import PEERS, Contestant
 from lowering import lower_for_cuda
 
+from examples.benchmarks import decode, peers
+from examples.benchmarks.decode import Problem, attend_paged, main, make_problem, measure, sweep
+from examples.benchmarks.peers import PEERS, Contestant
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
 from pallas_kernels.layouts import LAYOUTS
 
@@ -220,7 +220,7 @@ def test_the_command_writes_its_results(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_plot_shows_every_contestant(tmp_path, suffix):
     pytest.importorskip("matplotlib", reason="needs the extra 'benchmarks'")
-    from benchmarks import plot
+    from examples.benchmarks import plot
 
     cases = {
         "small": {"kv_bytes": 4_000_000, "microseconds": {"paged_jax": 10.0, "a peer": 20.0}},

@@ -5,7 +5,8 @@ import io
 import subprocess
 
 import pytest
-from benchmarks import counters
+
+from examples.benchmarks import counters
 
 
 def answer(monkeypatch, rows):

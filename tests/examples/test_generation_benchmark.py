@@ -5,11 +5,11 @@ import sys
 
 import numpy as np
 import pytest
-from benchmarks import generation
+from forwards import load_forward
 
-from decoder.config_gguf import gguf_config
-from decoder.gguf import open_gguf
-from decoder.load import load_decoder
+from examples.benchmarks import generation
+from paged_jax.models.weights.config_gguf import gguf_config
+from paged_jax.models.weights.gguf import open_gguf
 
 SIZES = {"2 x 5": (2, 5)}
 
@@ -32,8 +32,8 @@ def test_the_command_measures_decoding_and_reading(monkeypatch, tmp_path, model)
 
 def test_the_forward_beside_it_is_the_model_s(tiny, model):
     file = open_gguf(model)
-    decoder = load_decoder(file, gguf_config(file), np.dtype("float32"))
+    decoder = load_forward(file, gguf_config(file), np.dtype("float32"))
     rows = ([3, 1, 4, 1, 5], [2, 7, 1, 8, 2])
     hidden = generation.forward(decoder, np.concatenate(rows).astype(np.int32), rows=2)
     expected = np.concatenate([tiny.logits(row) for row in rows])
-    np.testing.assert_allclose(decoder.logits(hidden), expected, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(decoder.func.decoder(*decoder.args).logits(hidden), expected, rtol=0, atol=2e-4)

@@ -9,11 +9,11 @@ import numpy as np
 import pools
 import pytest
 from attention_cases import meaning
-from benchmarks import decode
-from ladder import measure, rung4_partitions
 from lowering import lower_for_cuda
 from tolerances import assert_accurate
 
+from examples.benchmarks import decode
+from examples.ladder import measure, rung4_partitions
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
 
 LENGTHS = (0, 1, 150, 15, 64, 17, 128)  # nothing, one token, pages and tiles full, short of full and begun

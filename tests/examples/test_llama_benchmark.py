@@ -15,20 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks import llama, loops
-from benchmarks.loops import Case, model_shapes, new_table, random_arrays
 from lowering import cuda_device
 
-from decoder.dense import attend_dense, generate_dense
-from decoder.model import generate
+from examples.benchmarks import llama, loops
+from examples.benchmarks.loops import Case, forward_shapes, new_table, random_arrays
 from paged_jax import BlockTable
+from paged_jax.models.dense import attend_dense, generate_dense
+from paged_jax.models.programs import generate
 
 TESTS = Path(__file__).parents[1]
 GIB = 2**30
 BUDGET = 2**18  # bytes, for the tiny model
 STEPS, CALLS = 16, 3
 COMMAND = f"""
-from benchmarks import decode, llama
+from examples.benchmarks import decode, llama
 llama.measure_ceiling = lambda _: 10.0
 decode._BYTES_IN_ROTATION, decode._SECONDS_PER_RUN, decode._DEPTH = 1, 0.0, 2
 llama.main("--shape tiny --devices 2 --steps {STEPS} --calls {CALLS} --budget-gib {BUDGET / GIB}".split()
@@ -41,7 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the command writes, in a process that has two devices made of one CPU."""
     out = tmp_path_factory.mktemp("llama") / "out.json"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    environment = {"PYTHONPATH": str(TESTS.parent / "examples"), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    environment = {"PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-W", "error", "-c", COMMAND.replace("OUT", str(out))]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -157,7 +157,7 @@ def lower(case: Case, run: Callable, cache: Any) -> str:
     table = jax.eval_shape(functools.partial(BlockTable.create, *case.table_sizes))
     rest = [jax.ShapeDtypeStruct((len(case.lengths),), dtype) for dtype in (jnp.int32, jnp.bool_)]
     trace = jax.jit(functools.partial(run, max_new_tokens=case.num_steps)).trace(
-        model_shapes(case), cache, table, *rest
+        forward_shapes(case), cache, table, *rest
     )
     return trace.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -190,7 +190,7 @@ def test_dense_peers_generate_the_dense_decoder_s_tokens(peer, scan_layers, monk
     )
     attend = {"dense": attend_dense, "cudnn": llama.attend_cudnn}[peer]
     case = Case(llama.SHAPES["tiny"].config(None), (1, 1, 1), 12, scan_layers, page_size=16, dtype="float32")
-    model, first = random_arrays(model_shapes(case)), [3, 41, 7]
+    model, first = random_arrays(forward_shapes(case)), [3, 41, 7]
     cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), llama.dense_cache_shapes(case))
     table, active = BlockTable.create(*case.table_sizes), jnp.ones(3, bool)
     result = llama.generate_reserved(attend, model, cache, table, jnp.array(first), active, max_new_tokens=12)
@@ -218,9 +218,10 @@ def test_rows_begin_on_pages_all_over_the_pool():
 
 def test_values_are_drawn_at_random_and_norms_are_ones():
     case = Case(llama.SHAPES["tiny"].config(None), (33, 5), 8, scan_layers=True)
-    model, cache = random_arrays(model_shapes(case)), random_arrays(loops.paged_cache_shapes(case))
-    assert (model.layers.mlp_norm.scale[...] == 1).all()
-    gate_up = model.layers.mlp.gate_up.weight[...]
+    model, cache = random_arrays(forward_shapes(case)), random_arrays(loops.paged_cache_shapes(case))
+    (weights,) = model.args
+    assert (weights["layers.mlp_norm.scale"] == 1).all()
+    gate_up = weights["layers.mlp.gate_up.weight"]
     assert gate_up.dtype == cache.k.dtype == jnp.bfloat16
     for values in (gate_up, cache.k, cache.v):
         assert jnp.std(values.astype(jnp.float32)) == pytest.approx(values.shape[-1] ** -0.5, rel=0.05)

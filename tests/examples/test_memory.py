@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import memory
 
+from examples.benchmarks import memory
 from paged_jax import BlockTable
 
 

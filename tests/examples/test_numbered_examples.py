@@ -1,6 +1,7 @@
 """The lessons on the block table show what a plain Python list would, and their pictures what the table holds."""
 
 import contextlib
+import importlib
 import io
 import re
 import runpy
@@ -9,15 +10,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from picture import CACHE, Page, classify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LESSONS = ("01_block_table", "02_slots_and_pages", "03_sharing")
 PAGE_SIZE = 4  # in all lessons
 
 
+@pytest.fixture(scope="module", autouse=True)
+def picture():
+    """What the lessons draw with: their neighbour, which Python finds beside a script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("picture")
+    del sys.modules["picture"]
+
+
 @pytest.fixture(scope="module")
-def lesson(tmp_path_factory):
+def lesson(tmp_path_factory, picture):  # noqa: ARG001
     """Runs a lesson once; returns its scenes, all that it printed, and its PNG."""
     told = {}
 
@@ -100,7 +109,7 @@ def test_02_tokens_lie_in_the_slots_that_a_list_would_give(lesson):
     assert "[[10 11 12 13 14  0  0  0  0  0  0  0]\n [20 21 22 23 24 25  0  0  0  0  0  0]]" in text
 
 
-def test_03_each_row_reads_its_own_text(lesson):
+def test_03_each_row_reads_its_own_text(lesson, picture):
     scenes, text, _ = lesson("03_sharing")
 
     def texts(scene):
@@ -117,31 +126,31 @@ def test_03_each_row_reads_its_own_text(lesson):
         ["", "", "the car"],
     ]
     assert "".join(scenes[5].cells[:3].ravel()) == "the cat sat "  # what is cached stays as it was
-    assert [sum(page.is_shared for page in classify(scene.table)) for scene in scenes] == [0, 2, 2, 0, 2, 1, 1]
-    assert classify(scenes[2].table)[:5] == [
-        Page((0, 1), 4),
-        Page((0, 1), 4),
-        Page((0,), 4),
-        Page((1,), 4),
-        Page((0,), 2),
+    assert [sum(page.is_shared for page in picture.classify(scene.table)) for scene in scenes] == [0, 2, 2, 0, 2, 1, 1]
+    assert picture.classify(scenes[2].table)[:5] == [
+        picture.Page((0, 1), 4),
+        picture.Page((0, 1), 4),
+        picture.Page((0,), 4),
+        picture.Page((1,), 4),
+        picture.Page((0,), 2),
     ]
-    assert classify(scenes[5].table)[:5] == [
-        Page((CACHE, 2), 4),
-        Page((CACHE,), 4),
-        Page((CACHE,), 4),
-        Page((), 0),
-        Page((2,), 3),
+    assert picture.classify(scenes[5].table)[:5] == [
+        picture.Page((picture.CACHE, 2), 4),
+        picture.Page((picture.CACHE,), 4),
+        picture.Page((picture.CACHE,), 4),
+        picture.Page((), 0),
+        picture.Page((2,), 3),
     ]
     assert "8 of its tokens are there already" in text
     assert "frees 2 pages" in text
 
 
 @pytest.mark.parametrize("name", LESSONS)
-def test_pictures_show_what_the_table_holds(name, lesson):
+def test_pictures_show_what_the_table_holds(name, lesson, picture):
     scenes, text, png = lesson(name)
     for scene in scenes:
         scene.table.check()
-        pages = classify(scene.table)
+        pages = picture.classify(scene.table)
         assert [len(page.holders) for page in pages] == scene.table.ref_counts.tolist()
         assert sum(page.is_shared for page in pages) == (scene.table.ref_counts > 1).sum()
         assert sum(not page.holders for page in pages) == scene.table.num_free

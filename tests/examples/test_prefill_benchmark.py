@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from benchmarks import decode, prefill
 
+from examples.benchmarks import decode, prefill
 from pallas_kernels.cases import PREFILL_CASES, PrefillCase
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}

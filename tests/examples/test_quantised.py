@@ -4,21 +4,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks import quantised
-from flax import nnx
 from tiny_checkpoints import TINY
 
-from decoder.config_json import model_config
-from decoder.model import Decoder
+from examples.benchmarks import quantised
+from paged_jax.models.network import Network
+from paged_jax.models.weights.config_json import model_config
 
 
 def test_it_reads_in_chunks_and_a_byte_costs_little(monkeypatch):
     monkeypatch.setattr(quantised, "CHUNK", 8)
     model_type, fields = TINY["llama with biases"]
-    model = Decoder(model_config({"model_type": model_type, **fields}), rngs=nnx.Rngs(0), scan_layers=True)
+    network, rng = (
+        Network(model_config({"model_type": model_type, **fields}), scan_layers=True),
+        np.random.default_rng(0),
+    )
+    shapes = network.shapes(jnp.float32).items()
+    weights = {name: jnp.asarray(rng.normal(scale=0.2, size=shape.shape), shape.dtype) for name, shape in shapes}
+    model = jax.tree_util.Partial(network, weights)
     tokens = list(range(3, 22))
     exact, byte = (quantised.read(model, tokens, dtype) for dtype in ("float32", "int8"))
-    assert exact.shape == byte.shape == (19, model.config.vocab_size)
+    assert exact.shape == byte.shape == (19, network.config.vocab_size)
     assert 0 < np.abs(exact - byte).max() < 0.05 * np.abs(exact).max()
     with jax.default_matmul_precision("highest"):
         monkeypatch.setattr(quantised, "CHUNK", 24)

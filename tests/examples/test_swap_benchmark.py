@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import swap
+from examples.benchmarks import swap
 
 
 def test_the_command_measures_rows_and_a_plain_array(monkeypatch, tmp_path):

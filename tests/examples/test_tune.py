@@ -6,9 +6,9 @@ import types
 
 import numpy as np
 import pytest
-from benchmarks import tune
-from benchmarks.decode import Chain, Problem, Run
 
+from examples.benchmarks import tune
+from examples.benchmarks.decode import Chain, Problem, Run
 from pallas_kernels.cases import DECODE_CASES, DecodeCase
 from pallas_kernels.device import current_device
 from pallas_kernels.paged_decode import config as configs

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import jax
 import pytest
-import two_hosts
+
+from examples import two_hosts
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "two_hosts.py"
 

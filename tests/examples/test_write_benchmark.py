@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from benchmarks import write
+
+from examples.benchmarks import write
 
 
 @pytest.mark.parametrize("implementation", ["triton_interpret"])

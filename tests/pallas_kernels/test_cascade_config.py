@@ -4,8 +4,7 @@ import itertools
 
 import jax.numpy as jnp
 import pytest
-from test_decode_config import every_device
-from test_lowering import DIMS, DTYPES, HEADS, QUANTISED
+from grid import DIMS, DTYPES, HEADS, QUANTISED, every_device
 
 from pallas_kernels.paged_cascade import config
 from pallas_kernels.paged_cascade.config import Shape

@@ -8,8 +8,8 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from grid import DEVICES, DIMS, DTYPES, HEADS, LAYOUTS, every_device
 from lowering import lower_for_cuda
-from test_lowering import DIMS, DTYPES, HEADS, LAYOUTS
 
 from pallas_kernels import paged_decode
 from pallas_kernels.cases import DECODE_CASES
@@ -20,13 +20,6 @@ from pallas_kernels.paged_decode import config
 from pallas_kernels.paged_decode.config import Config, Device, Shape, choose
 from pallas_kernels.quantisation import is_quantised
 
-DEVICES = {  # processors and shared memory
-    "H200": Device(132, 228 << 10),
-    "A100": Device(108, 164 << 10),
-    "L4": Device(58, 100 << 10),
-    "MI300": Device(304, 64 << 10),
-}
-every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 SHAPES = [
     Shape(num_heads // num_kv_heads, *dims, *dtypes, "NHD", kv_rows)
     for (num_heads, num_kv_heads), dims, dtypes, kv_rows in itertools.product(HEADS, DIMS, DTYPES, (4, 64))

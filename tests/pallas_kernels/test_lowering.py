@@ -6,18 +6,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from grid import DIMS, DTYPES, HEADS, LAYOUTS, PAGE_SIZES, QUANTISED
 from lowering import lower_for_cuda
 
 from paged_jax import BlockTable, PagedCache, cascade_attention, paged_attention
 
-HEADS = [(4, 4), (8, 2), (5, 1), (7, 1), (12, 2), (14, 2), (16, 1), (64, 8), (71, 1)]
-DIMS = [(16, 16), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128)]
-PAGE_SIZES = [1, 5, 8, 16, 32, 64, 128, 256]
-DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16"),
-          ("bfloat16", "float32"), ("float16", "bfloat16")]  # fmt: skip
-QUANTISED = [*itertools.product(("float32", "bfloat16", "float16"), ("int8", "float8_e4m3fn", "float8_e5m2"))]
 PARTITIONS = [None, 1, 3]
-LAYOUTS = ["NHD", "HND", "head_major", "vllm"]
 
 # Every value of every axis, each beside ever other neighbours: the axes have coprime or shifted cycles.
 CASES = [

@@ -1,0 +1,1 @@
+"""Text → token ids and back: tokenizers and chat templates, as a model's files have them."""

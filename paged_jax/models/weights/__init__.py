@@ -1,0 +1,1 @@
+"""Files of weights → parameters: config.json, safetensors and GGUF, their names and shapes, and fetching one."""
