@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and of pallas_kernels/README.md from the raw results.
+"""Writes the tables of the Markdown files from the raw results.
 
 python -m examples.benchmarks.readme
 """
@@ -6,6 +6,7 @@ python -m examples.benchmarks.readme
 import functools
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,13 +52,17 @@ def generation_table() -> str:
     )
 
 
-def decode_table() -> str:
+def decode_table(*tags: str) -> str:
+    """Of the cases that have one of the tags."""
     results = json.loads((RESULTS / "decode-h200.json").read_text(encoding="utf-8"))
     ceiling = results["ceiling_gb_per_s"]
     measured = dict.fromkeys(name for case in results["cases"].values() for name in case["microseconds"])
     peers = [name for name in measured if name != "paged_jax"]
+    tagged = {case.name for case in DECODE_CASES if not case.tags.isdisjoint(tags)}
     rows = []
     for name, case in results["cases"].items():
+        if name not in tagged:
+            continue
         times, ours = case["microseconds"], case["microseconds"]["paged_jax"]
         rate = case["kv_bytes"] / ours / 1e3
         ratios = [f"{times[peer] / ours:.2f}" if peer in times else "" for peer in peers]
@@ -230,6 +235,25 @@ def memory_table() -> str:
     return _table(head, rows) + "\n"
 
 
+def memory_sentence() -> str:
+    """What the whole table of memory comes to."""
+    results = json.loads((RESULTS / "memory.json").read_text(encoding="utf-8"))
+    pool, measured = results["pool"], results["mean_lengths"]
+    paged, reserved = (
+        [sizes["page_sizes"][size] for sizes in measured.values()] for size in ("16", str(pool["max_length"]))
+    )
+    means = [int(mean) for mean in measured]
+    wastes = [sorted(case["waste"] for case in cases) for cases in (paged, reserved)]
+    sentence = (
+        f"In {pool['bytes'] / 2**30:.0f} GiB of cache ({pool['model']}), requests of {min(means)} to {max(means)} "
+        f"tokens on average leave {wastes[0][0]:.1%} to {wastes[0][-1]:.1%} of what they hold unused at page size 16, "
+        f"and {wastes[1][0]:.0%} to {wastes[1][-1]:.0%} with {pool['max_length']} tokens reserved for each: "
+        f"{min(case['rows'] for case in paged):.0f} to {max(case['rows'] for case in paged):.0f} of them fit at once "
+        f"instead of {max(case['rows'] for case in reserved):.0f}."
+    )
+    return textwrap.fill(sentence, 120) + "\n"
+
+
 def ladder_table() -> str:
     """What share of the memory limit each rung reaches in each case: bytes of K and V by time, over the ceiling."""
     results = json.loads((RESULTS / "ladder-h200.json").read_text(encoding="utf-8"))
@@ -283,8 +307,11 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "generation": generation_table,
-        "decode": decode_table,
+        "decode": functools.partial(decode_table, "headline"),
+        "memory": memory_sentence,
+    },
+    "examples/benchmarks/README.md": {
+        "decode": functools.partial(decode_table, "headline", "quantised"),
         "models": functools.partial(shapes_table, "decode-models-h200.json", "model"),
         "prefill": functools.partial(
             prefill_table, "prefill-h200.json", "fresh", "chunk", "mixed", "drafts", "cascade"
@@ -293,9 +320,10 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "mesh": mesh_table,
         "write": write_table,
         "swap": swap_table,
-        "quantised": quantised_table,
         "block table": block_table_table,
         "memory": memory_table,
+        "generation": generation_table,
+        "quantised": quantised_table,
     },
     "pallas_kernels/README.md": {
         "shapes": functools.partial(shapes_table, "decode-shapes-h200.json", "shape", "scaling"),

@@ -112,15 +112,15 @@ def _prefill(forward, cache, table, tokens, num_tokens, *, max_context):
 )
 def _generate(forward, cache, table, tokens, active, key, **options) -> DecodeResult:
     network = _network(forward)
-    split, by_row = network.split, _by_row(network)
+    (heads, rows), by_row = _axes(network), _by_row(network)
 
     def run(weights, cache, table, tokens, active, key):
-        if key is not None and split.rows is not None:
-            key = jax.random.fold_in(key, lax.axis_index(split.rows))
+        if key is not None and rows is not None:
+            key = jax.random.fold_in(key, lax.axis_index(rows))
         return decode(jax.tree_util.Partial(network, weights), cache, table, tokens, active, key=key, **options)
 
     specs = (*_specs(network, cache, table), by_row, by_row, PartitionSpec())
-    results = sharding.result_specs(cache, table, heads=split.heads, rows=split.rows)
+    results = sharding.result_specs(cache, table, heads=heads, rows=rows)
     return _on_mesh(network, run, specs, results)(*forward.args, cache, table, tokens, active, key)
 
 
@@ -135,12 +135,17 @@ def _place_rows(network: Network, array: Any) -> Any:
     return array if network.split is None else sharding.place(network.split.mesh, array, _by_row(network))
 
 
+def _axes(network: Network) -> tuple[str | None, str | None]:
+    """The mesh axes that split heads and rows."""
+    return (None, None) if network.split is None else (network.split.heads, network.split.rows)
+
+
 def _by_row(network: Network) -> PartitionSpec:
-    return sharding.rows_spec(None if network.split is None else network.split.rows)
+    return sharding.rows_spec(_axes(network)[1])
 
 
 def _specs(network: Network, cache: PagedCache, table: BlockTable) -> tuple[PagedCache, BlockTable]:
-    heads, rows = (None, None) if network.split is None else (network.split.heads, network.split.rows)
+    heads, rows = _axes(network)
     return sharding.cache_specs(cache, heads=heads, rows=rows), sharding.table_specs(table, rows=rows)
 
 

@@ -80,7 +80,7 @@ def test_a_problem_has_pools_of_the_case_s_layout(layout):
     assert problem.cache.k.size == problem.cache.v.size == 4 * case.num_pages * 16 * 2 * 16
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.full)])
 def test_a_quantised_problem_is_measured_as_it_is(kv_dtype):
     case = dataclasses.replace(RAGGED, kv_dtype=kv_dtype)
     problem = make_problem(case)

@@ -14,6 +14,7 @@ from paged_jax.models.weights.gguf import open_gguf
 SIZES = {"2 x 5": (2, 5)}
 
 
+@pytest.mark.full
 def test_the_command_measures_decoding_and_reading(monkeypatch, tmp_path, model):
     monkeypatch.setattr(generation, "fetch_smollm2", lambda: model)
     monkeypatch.setattr(generation, "PREFILLS", SIZES)

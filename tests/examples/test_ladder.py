@@ -63,6 +63,7 @@ def gather_and_attend(q, k_pages, v_pages, block_tables, lengths):
     return jax.nn.dot_product_attention(q[:, None], k, v, key_value_seq_lengths=lengths)[:, 0]
 
 
+@pytest.mark.full
 def test_the_command_writes_times_and_errors(monkeypatch, tmp_path):
     case = DecodeCase("tiny", (40, 1), 4, 2, 16)
     out = tmp_path / "out.json"

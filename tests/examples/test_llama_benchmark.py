@@ -64,6 +64,7 @@ def assert_judged(judged: dict[str, Any], value: float, target: float, *, at_lea
     assert judged["is_target_reached"] == (value >= target if at_least else value <= target)
 
 
+@pytest.mark.full
 def test_the_command_says_where_and_that_it_is_right(results):
     assert results["environment"]["versions"].keys() >= {"jax", "flax"}
     assert (results["devices"], results["num_steps"], results["ceiling_gb_per_s"]) == (2, STEPS, 10.0)
@@ -71,6 +72,7 @@ def test_the_command_says_where_and_that_it_is_right(results):
     assert results["check"]["distinct"] > 8  # a model that says one thing would show nothing
 
 
+@pytest.mark.full
 def test_compiling_is_timed_scanned_and_unrolled(results):
     measured = results["compile"]["tiny"]
     for kind in ("scanned", "unrolled"):
@@ -78,6 +80,7 @@ def test_compiling_is_timed_scanned_and_unrolled(results):
     assert_judged(measured, sum(measured["scanned"].values()), 20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "rows", "target"), [("4 x 24", 4, 1.2), ("1 x 24", 1, 1.15)])
 def test_a_step_is_held_against_the_bytes_that_it_reads(results, name, rows, target):
     step = results["step"]["tiny"][name]
@@ -93,6 +96,7 @@ def test_a_step_is_held_against_the_bytes_that_it_reads(results, name, rows, tar
     assert_judged(step, step["seconds_per_step"] / reading, target)
 
 
+@pytest.mark.full
 def test_rows_fit_in_the_budget_as_one_counts_by_hand(results):
     dense = results["dense"]["tiny"]
     token_bytes = 2 * 2 * 2 * 16 * 2  # K and V, layers, kv heads, head_dim, bfloat16
@@ -113,6 +117,7 @@ def test_rows_fit_in_the_budget_as_one_counts_by_hand(results):
     assert dense["failures"] == {"dense, cuDNN": "RuntimeError: cuDNN is not detected."}
 
 
+@pytest.mark.full
 def test_a_mesh_is_held_against_one_device(results):
     mesh, attention = results["mesh"]["tiny"], results["attention"]["tiny"]
     assert mesh["devices"].keys() == attention["microseconds"].keys() == {"1", "2"}

@@ -17,6 +17,7 @@ TINY = (
 )
 
 
+@pytest.mark.full
 def test_the_command_measures_who_can_run_and_says_why_others_cannot(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(decode, "_BYTES_IN_ROTATION", 1)
     monkeypatch.setattr(decode, "_SECONDS_PER_RUN", 0.0)

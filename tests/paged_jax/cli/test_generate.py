@@ -38,14 +38,23 @@ def assert_in_order(parts: list[str], text: str) -> None:
 # --- Answers
 
 
-@pytest.mark.parametrize("raw", [False, True], ids=["chat", "raw"])
-@pytest.mark.parametrize("prompt", PROMPTS[:2])
+@pytest.mark.parametrize(
+    ("prompt", "raw"),
+    [
+        ("hello world", False),
+        ("zzz", True),
+        pytest.param("hello world", True, marks=pytest.mark.full),
+        pytest.param("zzz", False, marks=pytest.mark.full),
+    ],
+)
 def test_the_answer_is_the_models_greedy_text(run: Run, tiny: TinyLlama, prompt: str, raw: bool) -> None:
     status, out, _ = run(prompt, *["--raw"] * raw)
     assert (status, out) == (0, expected_text(tiny, prompt, raw=raw) + "\n")
 
 
-@pytest.mark.parametrize("count", [1, 7, 18, 34])  # one call, an odd one, and several
+@pytest.mark.parametrize(  # one call, an odd one, and several
+    "count", [1, 34, *(pytest.param(count, marks=pytest.mark.full) for count in (7, 18))]
+)
 def test_max_tokens_bounds_the_answer(run: Run, tiny: TinyLlama, count: int) -> None:
     assert run("zzz", "--raw", max_tokens=count)[:2] == (0, expected_text(tiny, "zzz", count, raw=True) + "\n")
 
@@ -96,7 +105,7 @@ def test_a_file_alone_will_do(run: Run, tiny: TinyLlama, tmp_path: Path) -> None
     assert run("--file", tmp_path / "prompts.txt")[:2] == (0, expected_text(tiny, "zzz") + "\n")
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("page_size", [5, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 16))])
 def test_the_page_size_changes_no_text(run: Run, page_size: int) -> None:
     assert run(*PROMPTS, "--page-size", page_size)[:2] == run(*PROMPTS)[:2]
 
@@ -106,7 +115,7 @@ def test_the_number_of_pages_changes_no_text(run: Run, num_pages: str) -> None:
     assert run(*PROMPTS, "--num-pages", num_pages)[:2] == run(*PROMPTS)[:2]
 
 
-@pytest.mark.parametrize("budget", [5, 16])
+@pytest.mark.parametrize("budget", [5, pytest.param(16, marks=pytest.mark.full)])
 def test_prompts_in_chunks_give_the_text_they_give_in_one_piece(
     run: Run, tiny: TinyLlama, caplog: pytest.LogCaptureFixture, budget: int
 ) -> None:

@@ -46,7 +46,9 @@ def random_model(name: str, *, scan_layers: bool) -> jax.tree_util.Partial:
     return jax.tree_util.Partial(Network(config, scan_layers), weights)
 
 
-@pytest.mark.parametrize("name", ["llama with biases", "gemma3 linear rope", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama with biases", marks=pytest.mark.full), "gemma3 linear rope", "gpt-oss"]
+)
 def test_layers_in_a_scan_equal_layers_unrolled(name: str) -> None:
     """Without windows, with windows and rotations of two kinds, and with experts and sinks."""
     models = (random_model(name, scan_layers=scan_layers) for scan_layers in (False, True))

@@ -1,18 +1,20 @@
 """The decoder on a mesh of forced CPU devices: the tokens of one device, and nothing that nobody asked for."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
-from mesh_runs import BIASED, CHECKS, CONFIG, DEVICES, EXPERTS
+from mesh_runs import BIASED, CHECKS, CONFIG, DEVICES, EXPERTS, FULL
 from tiny_llama import tiny_llama
 
 from paged_jax.cli import pool
@@ -26,8 +28,12 @@ TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each check of `mesh_runs` has to say: nothing, if all is well."""
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
+    """What each check of `mesh_runs` of a kind, "default" or "full", has to say: nothing, if all is well."""
+    return functools.cache(functools.partial(run_checks, tmp_path_factory))
+
+
+def run_checks(tmp_path_factory: pytest.TempPathFactory, kind: str) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("mesh")
     path = tiny_llama().save(folder / "tiny.gguf")
     folders = [TESTS.parent, TESTS / "support"]
@@ -35,15 +41,21 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     flags += " --xla_backend_optimization_level=0"  # most of the time goes into compiling programs that run once
     environment = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     environment["PAGED_JAX_CACHE"] = str(folder)
-    command = [sys.executable, "-W", "error", str(TESTS / "support" / "mesh_runs.py"), str(path)]
+    command = [sys.executable, "-W", "error", str(TESTS / "support" / "mesh_runs.py"), str(path), kind]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_eight_devices(name: str, said: dict[str, str]) -> None:
-    assert said[name] == ""
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in FULL])
+def test_on_eight_devices(name: str, said: Callable[[str], dict[str, str]]) -> None:
+    assert said("default")[name] == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(FULL))
+def test_other_meshes_on_eight_devices(name: str, said: Callable[[str], dict[str, str]]) -> None:
+    assert said("full")[name] == ""
 
 
 def heads(devices: int) -> Split:
