@@ -1,1 +1,1 @@
-"""Measurements: each script writes its raw results as JSON, from which the README's tables are made."""
+"""Measurements: each script writes its raw results as JSON, from which the tables of measurements are made."""
