@@ -1,6 +1,7 @@
 """Decode attention on a GPU: ours beside its peers and the memory ceiling, errors checked in the same run.
 
-    python -m examples.benchmarks.decode --peers --out examples/benchmarks/results/decode-h200.json
+    python -m examples.benchmarks.decode --tag headline quantised --peers \
+        --out examples/benchmarks/results/decode-h200.json
 
 Each time is that of one layer in a chain of dependent layers inside one `jax.jit`, as deep as a model. The layers take
 turns with K and V that exceed the L2 cache together, and the pages of each row are randomly permuted. Contestants take

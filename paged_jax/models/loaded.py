@@ -102,7 +102,8 @@ def load(
     pretrained = open_pretrained(fetch_smollm2() if path is None else path)
     split = None if mesh is None else Split(mesh, heads=heads, rows=rows)
     network = Network(pretrained.config, scan_layers, split)
-    dtype = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     weights = load_weights(pretrained.source, network, dtype, device=device, track=track or iter)
     return Loaded(pretrained.config, weights, network, pretrained)
 
