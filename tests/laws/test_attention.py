@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import release
 
 from paged_jax import BlockTable, PagedCache, paged_attention
 from paged_jax.prefix_cache import PrefixCache
@@ -20,8 +21,26 @@ P, C, M, B = 24, 3, 5, 4  # pages, cells per page, blocks per row, rows
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY, T = 4, 2, 16, 2, 13, 16
 LENGTHS = st.integers(0, C * M - 3)
 
+FULL = pytest.mark.full
+
 attend = functools.partial(paged_attention, num_partitions=1, implementation="xla")
-laws = settings(max_examples=25, deadline=None, database=None)
+
+
+def law(*strategies):
+    """A test that holds for a few examples drawn from `strategies`, and for many others under the marker `full`."""
+
+    def test_of(body):
+        common = {"deadline": None, "database": None, "derandomize": True}
+        few, many = (settings(max_examples=n, **common)(given(*strategies)(body)) for n in (10, 250))
+
+        @pytest.mark.parametrize("holds", [pytest.param(few, id="few"), pytest.param(many, id="many", marks=FULL)])
+        def test(holds):
+            holds()
+
+        test.__doc__ = body.__doc__
+        return test
+
+    return test_of
 
 
 @dataclasses.dataclass
@@ -83,8 +102,7 @@ def pool(seed):
     return Pool(table, jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache), rng)
 
 
-@laws
-@given(LENGTHS, LENGTHS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 99))
+@law(LENGTHS, LENGTHS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 99))
 def test_what_a_child_writes_shows_nowhere_else(length, other, grown, more, seed):
     rows = pool(seed)
     rows.write(length, other, 0, 0)
@@ -99,8 +117,7 @@ def test_what_a_child_writes_shows_nowhere_else(length, other, grown, more, seed
     np.testing.assert_array_equal(rows.output()[2:], alone[2:])
 
 
-@laws
-@given(LENGTHS, st.integers(0, 3), st.integers(0, 3), st.integers(0, 99))
+@law(LENGTHS, st.integers(0, 3), st.integers(0, 3), st.integers(0, 99))
 def test_a_shared_prefix_is_as_good_as_a_private_copy(length, mine, yours, seed):
     shared, private = pool(seed), pool(seed + 100)
     prefix = shared.write(length, 0, 0, 0)
@@ -111,8 +128,7 @@ def test_a_shared_prefix_is_as_good_as_a_private_copy(length, mine, yours, seed)
     np.testing.assert_array_equal(shared.output(), private.output())
 
 
-@laws
-@given(LENGTHS, st.integers(0, 12), st.integers(0, 3), st.booleans(), st.integers(0, 99))
+@law(LENGTHS, st.integers(0, 12), st.integers(0, 3), st.booleans(), st.integers(0, 99))
 def test_a_row_cut_and_grown_again_equals_a_fresh_one(length, kept, grown, is_shared, seed):
     rows, fresh = pool(seed), pool(seed + 100)
     values = rows.write(length, 0, 0, 0)
@@ -126,8 +142,7 @@ def test_a_row_cut_and_grown_again_equals_a_fresh_one(length, kept, grown, is_sh
     np.testing.assert_array_equal(rows.output()[1:], before[1:])
 
 
-@laws
-@given(LENGTHS, st.integers(0, 99))
+@law(LENGTHS, st.integers(0, 99))
 def test_pages_zeroed_when_they_are_taken_lose_nothing(length, seed):
     """Zeroed first, copied to then: the child has its parent's output, and no other page was touched."""
     rows = pool(seed)
@@ -219,7 +234,7 @@ def test_a_hit_gives_the_same_logits_as_computing(weights, common, highest_preci
     for row, tokens in enumerate((old, between)):
         _, cache, table, found = start(weights, cache, table, row, tokens, prefixes)
         assert found == 0
-    table = table.release(jnp.array([True, True, False, False]))
+    table = release(table, np.array([True, True, False, False]))
     table, freed = prefixes.evict(table, 1)
     assert freed == 1  # the tail of row 0's prompt
     logits, cache, table, found = start(weights, cache, table, 2, prompt, prefixes)

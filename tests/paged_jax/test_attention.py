@@ -13,12 +13,11 @@ from attention_cases import (
     BF16,
     DECODE,
     DECODE_AT_SIZE,
-    DECODE_INTERPRETED,
+    DECODE_SAMPLE,
     F16,
-    GPU,
     RAGGED,
     RAGGED_AT_SIZE,
-    RAGGED_INTERPRETED,
+    RAGGED_SAMPLE,
     attend_as,
     bits,
     case,
@@ -29,35 +28,29 @@ from attention_cases import (
     queries,
     run_case,
 )
+from grid import sampled
 from tolerances import assert_accurate, dense
 
 from paged_jax import BlockTable, paged_attention
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
+BOTH_IN_PARTITIONS = [cases["partitions of everything"] for cases in (DECODE, RAGGED)]
+
+
 # --- accuracy
 
 
-@pytest.mark.parametrize("case", DECODE.values(), ids=DECODE)
-@pytest.mark.parametrize("implementation", ["xla", GPU])
+@every
+@pytest.mark.parametrize("case", sampled(DECODE, DECODE_SAMPLE))
 def test_decode_is_dense_attention(case, implementation):
     run_case(case, implementation)
 
 
-@pytest.mark.parametrize("name", DECODE_INTERPRETED)
-def test_decode_is_dense_attention_when_interpreted(name):
-    run_case(DECODE[name], "triton_interpret")
-
-
-@pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
-@pytest.mark.parametrize("implementation", ["xla", GPU])
+@every
+@pytest.mark.parametrize("case", sampled(RAGGED, RAGGED_SAMPLE))
 def test_ragged_queries_are_dense_attention(case, implementation):
     run_case(case, implementation)
-
-
-@pytest.mark.parametrize("name", RAGGED_INTERPRETED)
-def test_ragged_queries_are_dense_attention_when_interpreted(name):
-    run_case(RAGGED[name], "triton_interpret")
 
 
 @pytest.mark.gpu
@@ -73,7 +66,7 @@ def test_ragged_queries_at_size_are_dense_attention(case):
     run_case(case, None)
 
 
-@pytest.mark.parametrize("case", [DECODE["everything"], RAGGED["everything"]], ids=["decode", "ragged"])
+@pytest.mark.parametrize("case", BOTH_IN_PARTITIONS, ids=["decode", "ragged"])
 def test_the_automatic_choice_is_dense_attention(case):
     run_case(case, None)
 
@@ -87,7 +80,10 @@ def test_a_named_kernel_never_gives_way_to_another():
 
 
 @every
-@pytest.mark.parametrize(("soft_cap", "num_partitions"), [(None, 1), (None, 3), (50.0, 1)])
+@pytest.mark.parametrize(
+    ("soft_cap", "num_partitions"),
+    [pytest.param(None, 1, marks=pytest.mark.full), (None, 3), pytest.param(50.0, 1, marks=pytest.mark.full)],
+)
 def test_logits_of_half_a_million_keep_their_softmax(implementation, soft_cap, num_partitions):
     """One key of logit +500000 amid -500000 takes all the weight; equal keys of -500000 share it."""
     pool = pools.build([9, 9, 9, 1], page_size=4, num_kv_heads=1)
@@ -125,52 +121,38 @@ def assert_same_bits(case, implementation, changes):
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("name", DECODE_INTERPRETED)
 @every
-def test_decode_is_bit_identical_whatever_the_dead_cells_hold(name, implementation):
-    assert_same_bits(DECODE[name], implementation, DEAD)
-
-
-@pytest.mark.parametrize("name", RAGGED_INTERPRETED)
-@every
-def test_ragged_queries_are_bit_identical_whatever_the_dead_cells_hold(name, implementation):
-    assert_same_bits(RAGGED[name], implementation, DEAD)
+@pytest.mark.parametrize("case", sampled(DECODE, DECODE_SAMPLE))
+def test_decode_is_bit_identical_whatever_the_dead_cells_hold(case, implementation):
+    assert_same_bits(case, implementation, DEAD)
 
 
 @every
-def test_poison_between_the_tokens_a_window_sees_is_never_read(implementation):
-    """Keys behind the window are live cells, yet no query reads them: NaN there stays there."""
-    case = DECODE["partitions wholly outside the window"]
+@pytest.mark.parametrize("case", sampled(RAGGED, RAGGED_SAMPLE))
+def test_ragged_queries_are_bit_identical_whatever_the_dead_cells_hold(case, implementation):
+    assert_same_bits(case, implementation, DEAD)
+
+
+@every
+@pytest.mark.parametrize(
+    "case", [DECODE["partitions wholly outside the window"], RAGGED["head major, window 9"]], ids=["decode", "ragged"]
+)
+def test_poison_behind_the_windows_is_never_read(case, implementation):
+    """Keys that no token of a row sees are live cells, yet no query reads them: NaN there stays there."""
     q, pool, options, truth, plain = posed(case)
-    k, v = np.array(pool.cache.k), np.array(pool.cache.v)
-    for pages, length in zip(np.asarray(pool.table.pages), case.lengths, strict=True):
-        for j in range(length - options["window"]):
-            k[1, pages[j // 8], j % 8] = v[1, pages[j // 8], j % 8] = np.nan
-    cache = dataclasses.replace(pool.cache, k=jnp.asarray(k), v=jnp.asarray(v))
-    out, lse = attend_as(case, implementation)(q, dataclasses.replace(pool, cache=cache))
-    assert_accurate(out, truth[0], plain[0])
-    assert_accurate(lse, truth[1], plain[1])
-
-
-@every
-def test_poison_behind_the_windows_of_several_tokens_is_never_read(implementation):
-    """As above, of rows with several tokens: what the first of them does not see, none does."""
-    lengths, counts, options = (54, 97, 23), (17, 3, 23), {"window": 9}
-    pool = pools.build(lengths, page_size=8, head_dim=16, layers=2, layer=1, num_kv_heads=2)
-    q = np.random.default_rng(0).standard_normal((sum(counts), 4, 16)).astype(np.float32)
-    truth, plain = meaning(q, pool, counts, options)
-    k, v = np.array(pool.cache.k), np.array(pool.cache.v)
-    for pages, length, count in zip(np.asarray(pool.table.pages), lengths, counts, strict=True):
+    k, v = map(np.array, pools.contents(pool.cache))
+    page_size, counts = pool.table.page_size, case.query_lengths or [1] * len(case.lengths)
+    for pages, length, count in zip(np.asarray(pool.table.pages), case.lengths, counts, strict=True):
         for j in range(max(0, length - count - options["window"] + 1)):
-            k[1, pages[j // 8], j % 8] = v[1, pages[j // 8], j % 8] = np.nan
-    cache = dataclasses.replace(pool.cache, k=jnp.asarray(k), v=jnp.asarray(v))
-    out, lse = op(implementation, options)(q, dataclasses.replace(pool, cache=cache), counts)
+            k[1, pages[j // page_size], j % page_size] = v[1, pages[j // page_size], j % page_size] = np.nan
+    poisoned = dataclasses.replace(pool, cache=pools.cache_of(k, v, pool.cache.layout))
+    out, lse = attend_as(case, implementation)(q, poisoned, case.query_lengths)
     assert_accurate(out, truth[0], plain[0])
     assert_accurate(lse, truth[1], plain[1])
 
 
 @every
-@pytest.mark.parametrize("case", [c["partitions of everything"] for c in (DECODE, RAGGED)], ids=["decode", "ragged"])
+@pytest.mark.parametrize("case", BOTH_IN_PARTITIONS, ids=["decode", "ragged"])
 def test_any_placement_of_pages_gives_the_same(case, implementation):
     assert_same_bits(case, implementation, [{"placement": n} for n in range(4)])
 
@@ -179,7 +161,7 @@ def test_any_placement_of_pages_gives_the_same(case, implementation):
 
 
 @every
-@pytest.mark.parametrize("name", ["plain", "partitions of everything"])
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.full), "partitions of everything"])
 def test_decode_is_ragged_with_one_query_per_row(implementation, name):
     attend, (q, pool, _, truth, plain) = attend_as(DECODE[name], implementation), posed(DECODE[name])
     outs = [attend(q, pool, counts) for counts in (None, np.ones_like(pool.lengths))]
@@ -189,8 +171,16 @@ def test_decode_is_ragged_with_one_query_per_row(implementation, name):
     np.testing.assert_allclose(*(out for out, _ in outs), atol=1e-5)
 
 
-@every
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("xla", BF16),
+        pytest.param("xla", F16, marks=pytest.mark.full),
+        pytest.param("triton_interpret", BF16, marks=pytest.mark.full),
+        ("triton_interpret", F16),
+        *(pytest.param("triton", dtype, marks=pytest.mark.gpu) for dtype in (BF16, F16)),
+    ],
+)
 def test_partitions_lose_no_accuracy(implementation, dtype):
     """Two parts each rounded to q's dtype before they merge would raise the mean error by a fifth."""
     halved = case((150, 170, 190, 200), (8, 2), page_size=16, head_dim=64, dtype=dtype)
@@ -233,18 +223,24 @@ def chunk_step(implementation, **options):
     return forward
 
 
+INTERPRETED = ("a prompt, then decode steps", "decode steps")
+OPTIONS = {"plain": {}, "window and soft cap": {"window": 5, "soft_cap": 3.0}}
+
+
 @pytest.mark.parametrize(
-    ("implementation", "chunks"),
-    [pytest.param("xla", chunks, id=f"xla-{name}") for name, chunks in CHUNKINGS.items()]
-    + [
-        pytest.param("triton_interpret", CHUNKINGS[name], id=f"triton_interpret-{name}")
-        for name in ("a prompt, then decode steps", "decode steps")
-    ]
-    + [
-        pytest.param("triton", chunks, id=f"triton-{name}", marks=pytest.mark.gpu) for name, chunks in CHUNKINGS.items()
+    ("options", "implementation", "chunks"),
+    [
+        pytest.param(options, implementation, chunks, id=f"{name}-{implementation}-{chunking}", marks=marks)
+        for name, options in OPTIONS.items()
+        for implementation, chunkings, marks in (
+            ("xla", CHUNKINGS, () if options else pytest.mark.full),
+            ("triton_interpret", INTERPRETED, () if options else pytest.mark.full),
+            ("triton", CHUNKINGS, pytest.mark.gpu),
+        )
+        for chunking in chunkings
+        for chunks in [CHUNKINGS[chunking]]
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"window": 5, "soft_cap": 3.0}], ids=["plain", "window and soft cap"])
 def test_any_chunking_of_a_prompt_is_one_piece(implementation, chunks, options):
     rng = np.random.default_rng(5)
     q, k, v = ([rng.standard_normal((n, heads, 16)).astype(np.float32) for n in PROMPTS] for heads in (4, 2, 2))

@@ -117,7 +117,7 @@ def test_rows_grow_without_a_new_trace(implementation):
 
 @every
 def test_the_layer_may_be_an_int_or_traced(implementation):
-    q, pool, options, truth, plain = posed(DECODE["head_dim 128, 1 partition"])
+    q, pool, options, truth, plain = posed(DECODE["plain"])
     attend = functools.partial(paged_attention, q, pool.cache, pool.table, implementation=implementation, **options)
     expected = attend(layer=1)
     assert_accurate(expected, truth[0], plain[0])
@@ -127,7 +127,7 @@ def test_the_layer_may_be_an_int_or_traced(implementation):
 
 @every
 def test_without_return_lse_the_output_comes_alone(implementation):
-    case = DECODE["more partitions than tokens"]
+    case = DECODE["partitions of everything"]
     q, pool, options, _, _ = posed(case)
     attend = functools.partial(paged_attention, layer=1, implementation=implementation, **options)
     alone = jax.jit(attend)(q, pool.cache, pool.table)

@@ -39,8 +39,8 @@ def test_a_table_may_hold_placeholders():
     """Tree maps and vmap rebuild the dataclass from what are not arrays."""
     table = BlockTable.create(7, 5, 3, 4)
     jax.tree.map(lambda _: None, table)
-    batched = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), table)
-    grown, ok = jax.vmap(BlockTable.extend)(batched, jnp.asarray([[1, 0, 6], [5, 99, 0]], jnp.int32))
+    batched = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), table)
+    grown, ok = jax.jit(jax.vmap(BlockTable.extend))(batched, jnp.asarray([[1, 0, 6], [5, 99, 0]], jnp.int32))
     np.testing.assert_array_equal(ok, [True, False])
     np.testing.assert_array_equal(grown.lengths, [[1, 0, 6], [0, 0, 0]])
 
@@ -326,7 +326,9 @@ def test_slots_never_read_the_table_past_a_rows_last_block(garbage):
 
 @pytest.mark.parametrize(("positions", "rows"), [((), ()), ((6,), ()), ((), (3,)), ((2, 1), (3,)), ((0,), (1,))])
 def test_positions_and_rows_broadcast(positions, rows):
-    slots = BlockTable.create(3, 4, 2, 2).slots(jnp.zeros(positions, jnp.int32), jnp.zeros(rows, jnp.int32))
+    slots = jax.jit(BlockTable.slots)(
+        BlockTable.create(3, 4, 2, 2), np.zeros(positions, np.int32), np.zeros(rows, np.int32)
+    )
     assert slots.shape == np.broadcast_shapes(positions, rows)
 
 

@@ -375,8 +375,8 @@ def test_a_while_loop_forks_until_the_pool_is_empty():
 
 
 def test_tables_are_batched_by_vmap():
-    tables = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), two_rows())
-    forked, _, ok = jax.vmap(BlockTable.fork)(tables, jnp.asarray([[0], [0]]), jnp.asarray([[2], [1]]))
+    tables = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), two_rows())
+    forked, _, ok = jax.jit(jax.vmap(BlockTable.fork))(tables, np.array([[0], [0]]), np.array([[2], [1]]))
     np.testing.assert_array_equal(ok, [True, False])
     np.testing.assert_array_equal(forked.lengths, [[10, 8, 10, 0], [10, 8, 0, 0]])
 

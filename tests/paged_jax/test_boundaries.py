@@ -10,9 +10,9 @@ import numpy as np
 import pools
 import pytest
 from lowering import lower_for_cuda
+from tables import grown
 
 from paged_jax import (
-    BlockTable,
     cascade_attention,
     cascade_pays,
     layouts,
@@ -33,7 +33,7 @@ def cache():
 
 @pytest.fixture
 def table():
-    return BlockTable.create(9, 4, 3, 4).extend(jnp.asarray(LENGTHS))[0]
+    return grown(9, 4, 4, *LENGTHS)
 
 
 @pytest.fixture
@@ -53,19 +53,28 @@ def wide_integers():
 OPTIONS = {"plain": {}, "partitions": {"num_partitions": 2}, "everything": {"window": 3, "soft_cap": 2.0, "scale": 0.3}}
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("implementation", [None, "triton_interpret"])  # without a GPU, None is "xla"
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [
+        pytest.param(implementation, options, id=f"{implementation}-{name}", marks=pytest.mark.full if is_full else ())
+        for implementation, default in ((None, ("partitions",)), ("triton_interpret", ("everything",)))
+        for name, options in OPTIONS.items()
+        for is_full in [name not in default]
+    ],
+)  # without a GPU, None is "xla"
 def test_64_bit_mode_changes_nothing(implementation, options, cache, table, q):
     slopes = np.linspace(0.1, 0.4, 4)  # float64 there, float32 otherwise
 
-    def attend():
+    @jax.jit
+    def attend(q, cache, table, slopes):
         return paged_attention(
-            q, cache, table, alibi_slopes=jnp.asarray(slopes), implementation=implementation, return_lse=True, **options
+            q, cache, table, alibi_slopes=slopes, implementation=implementation, return_lse=True, **options
         )
 
-    expected = attend()
+    expected = attend(q, cache, table, slopes)
     with wide_integers():
-        got = attend()
+        assert jnp.asarray(slopes).dtype == jnp.float64
+        got = attend(q, cache, table, slopes)
     for array, reference in zip(got, expected, strict=True):
         assert array.dtype == jnp.float32
         np.testing.assert_allclose(array, reference, rtol=1e-6)
@@ -87,7 +96,9 @@ def test_the_table_stays_int32_in_64_bit_mode(table):
     found[2].check()
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="plain", marks=pytest.mark.full), pytest.param({"window": 3}, id="window")]
+)
 def test_ragged_queries_of_the_kernel_in_64_bit_mode(options, cache, table, q):
     def attend():
         counts = np.minimum(np.asarray(table.lengths), 1)
@@ -150,9 +161,10 @@ def test_no_rows_share_nothing(implementation, cache, table):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
 def test_cascades_in_64_bit_mode(implementation, cache, table, q):
-    expected = cascade_attention(q, cache, table, implementation=implementation)
+    attend = jax.jit(functools.partial(cascade_attention, implementation=implementation))
+    expected = attend(q, cache, table)
     with wide_integers():
-        got = cascade_attention(q, cache, table, implementation=implementation)
+        got = attend(q, cache, table)
     assert got.dtype == expected.dtype
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
@@ -192,7 +204,9 @@ def test_a_table_of_other_shapes_or_dtypes_is_refused(wrong, cache, table, q):
         paged_attention(q, cache, dataclasses.replace(table, **wrong))
 
 
-@pytest.mark.parametrize("layout", pools.LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "vllm" else pytest.mark.full) for name in pools.LAYOUTS]
+)
 def test_the_raw_kernel_takes_one_layer_or_a_stack(layout, cache, table, q):
     expected, lse = paged_attention(q, cache, table, implementation="triton_interpret", return_lse=True)
     cache = layouts.convert(cache, layout)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pools
 import pytest
+from grid import crossed
 
 from paged_jax import BlockTable, PageCopies, PagedCache, layouts, paged_attention
 
@@ -176,9 +177,7 @@ def test_pools_that_contradict_their_layout_are_refused(contradict, use):
 # --- write
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("page_size", [1, 4, 5])
-@every_layout
+@pytest.mark.parametrize(("layer", "page_size", "layout"), crossed(range(LAYERS), [1, 4, 5], [*pools.LAYOUTS]))
 def test_a_write_changes_its_cells_and_no_other(layer, page_size, layout):
     cache = filled(page_size=page_size, layout=layout)
     slots = jnp.asarray(np.random.default_rng(layer).permutation(PAGES * page_size)[:4], jnp.int32)
@@ -208,7 +207,7 @@ def test_slots_out_of_range_are_dropped(layer, slots, layout):
 
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["NHD", "vllm"])  # vllm packs by the cache's dtype
+@pytest.mark.parametrize("layout", [pytest.param("NHD", marks=pytest.mark.full), "vllm"])  # which packs by its dtype
 def test_a_write_casts_to_the_caches_dtype(dtype, cache_dtype, layout):
     cache = filled(cache_dtype, layout=layout)
     k, v = tokens(4, dtype)
@@ -354,9 +353,7 @@ def write_and_read(cache, table, k, v, positions, rows):
     return cache, cache.read(1, table)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_size", [1, 4, 5, 7])
-@every_layout
+@pytest.mark.parametrize(("dtype", "page_size", "layout"), crossed(DTYPES, [1, 4, 5, 7], [*pools.LAYOUTS]))
 def test_what_is_written_through_slots_is_read_back(dtype, page_size, layout):
     lengths = np.asarray([11, 0, 4])
     table, ok = BlockTable.create(16, page_size, 3, 11).extend(jnp.asarray(lengths, jnp.int32))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pools
 import pytest
-from attention_cases import BF16, F32, every, meaning
+from attention_cases import BF16, E4M3, E5M2, F32, INT8, every, meaning
 from tolerances import assert_accurate
 
 from paged_jax import cascade_attention, cascade_pays, shared_blocks
@@ -63,8 +63,8 @@ def assert_accurate_cascade(pool, implementation, has_options, q_dtype=None):
     [
         ((30, 0, 17, 16, 23), 4, F32, False),  # one row has nothing else
         ((30, 0, 17, 18, 23), 4, BF16, True),
-        ((9, 30), 0, F32, True),
-        ((0, 0), 0, F32, True),
+        ((9, 30, 0, 5, 12), 0, F32, False),
+        ((0, 0, 0, 0, 0), 0, BF16, True),
         ((0, 13, 0, 0, 0), 3, F32, False),
         ((3, 0, 3, 2, 0), 0, F32, False),  # no full block
     ],
@@ -75,21 +75,43 @@ def test_cascade_is_dense_attention(lengths, num_shared, dtype, has_options, imp
     assert_accurate_cascade(pool, implementation, has_options)
 
 
-@every
-@pytest.mark.parametrize("rows", [1, 23])  # of 6 heads over 2 kv heads: 10 rows share a program in float32
+@pytest.mark.parametrize(
+    ("implementation", "rows"),
+    [
+        pytest.param("xla", 1),
+        pytest.param("xla", 23, marks=pytest.mark.full),
+        pytest.param("triton_interpret", 1, marks=pytest.mark.full),
+        pytest.param("triton_interpret", 23),
+        *(pytest.param("triton", rows, marks=pytest.mark.gpu) for rows in (1, 23)),
+    ],
+)  # of 6 heads over 2 kv heads: 10 rows share a program in float32
 def test_rows_beyond_what_one_program_takes(rows, implementation):
     assert_accurate_cascade(pool_of(np.arange(rows) % 5 + 8, 2), implementation, has_options=False)
 
 
-@every
+KINDS = {
+    "float32, vllm, values of 32": (F32, {"layout": "vllm", "v_head_dim": 32}),
+    "bfloat16, head major, head_dim 24": (BF16, {"layout": "head_major", "head_dim": 24}),
+    "int8, vllm": (INT8, {"layout": "vllm"}),
+    "float8_e4m3fn, HND": (E4M3, {"layout": "HND"}),
+    "float8_e5m2, NHD": (E5M2, {"layout": "NHD"}),
+}
+BY_DEFAULT = {
+    "xla": ("float32, vllm, values of 32", "float8_e5m2, NHD"),
+    "triton_interpret": ("bfloat16, head major, head_dim 24", "int8, vllm"),
+}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "sizes"),
+    ("implementation", "dtype", "sizes"),
     [
-        (F32, {"layout": "vllm", "v_head_dim": 32}),
-        (BF16, {"layout": "head_major", "head_dim": 24}),
-        *((dtype, {"layout": layout}) for dtype, layout in zip(pools.QUANTISED, ("vllm", "HND", "NHD"), strict=True)),
+        *(
+            pytest.param(name, *kind, id=f"{name}-{what}", marks=() if what in default else pytest.mark.full)
+            for name, default in BY_DEFAULT.items()
+            for what, kind in KINDS.items()
+        ),
+        *(pytest.param("triton", *kind, id=f"triton-{what}", marks=pytest.mark.gpu) for what, kind in KINDS.items()),
     ],
-    ids=str,
 )
 def test_pools_of_any_kind(dtype, sizes, implementation):
     pool = pool_of((30, 0, 17, 18, 23), 4, dtype, **sizes)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import counts, extend
 
 from paged_jax import BlockTable, PagedStep
 
@@ -14,12 +15,8 @@ PAGES, PAGE_SIZE, WIDTH = 9, 4, 4
 PADDING_SLOT = PAGES * PAGE_SIZE
 
 
-def counts(*values):
-    return jnp.asarray(values, jnp.int32)
-
-
 def grown(*lengths):
-    table, ok = BlockTable.create(PAGES, PAGE_SIZE, len(lengths), WIDTH).extend(counts(*lengths))
+    table, ok = extend(BlockTable.create(PAGES, PAGE_SIZE, len(lengths), WIDTH), counts(*lengths))
     assert ok
     return table
 

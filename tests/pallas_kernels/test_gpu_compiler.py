@@ -1,12 +1,18 @@
-"""Every kernel compiles for the GPUs that people have, in place; run with XLA's compiler for CUDA and without a GPU."""
+"""Every kernel compiles for the GPUs that people have, in place; run with XLA's compiler for CUDA and without a GPU.
+
+    JAX_PLATFORMS=cpu python -m pytest tests/pallas_kernels/test_gpu_compiler.py
+
+runs a share that covers them, and `-m full` the others.
+"""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pools
 import pytest
-from gpu_compiler import GPUS, compile_for, needs_gpu_compiler, use_device
+from gpu_compiler import WRITE_SAMPLE, compile_for, needs_gpu_compiler, on_gpus, use_device
 
 from paged_jax import BlockTable, PagedCache, backends, cache_write_xla, cascade_attention, paged_attention
 from pallas_kernels.cases import DECODE_CASES, PREFILL_CASES
@@ -15,7 +21,9 @@ from pallas_kernels.token_fill import token_fill
 
 pytestmark = [pytest.mark.gpu_compiler, needs_gpu_compiler]
 
-every_gpu = pytest.mark.parametrize("gpu", GPUS)
+
+def named(cases):
+    return {case.name: case for case in cases}
 
 
 def shapes(case):
@@ -30,9 +38,9 @@ def queries(case, num_tokens):
     return jax.ShapeDtypeStruct((num_tokens, case.num_heads, case.head_dim), jnp.bfloat16)
 
 
-@every_gpu
 @pytest.mark.parametrize(
-    "case", [case for case in DECODE_CASES if "scaling" not in case.tags], ids=lambda case: case.name
+    ("gpu", "case"),
+    on_gpus("paged_decode", named(case for case in DECODE_CASES if "scaling" not in case.tags)),
 )
 def test_decode_compiles(gpu, case, monkeypatch):
     use_device(monkeypatch, gpu)
@@ -47,8 +55,7 @@ def test_decode_compiles(gpu, case, monkeypatch):
     assert "paged_decode" in compiled.as_text()
 
 
-@every_gpu
-@pytest.mark.parametrize("case", {case.tag: case for case in PREFILL_CASES}.values(), ids=lambda case: case.tag)
+@pytest.mark.parametrize(("gpu", "case"), on_gpus("paged_prefill", {case.tag: case for case in PREFILL_CASES}))
 def test_prefill_compiles(gpu, case, monkeypatch):
     use_device(monkeypatch, gpu)
 
@@ -61,16 +68,14 @@ def test_prefill_compiles(gpu, case, monkeypatch):
     assert "paged_prefill" in compiled.as_text()
 
 
-@every_gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(case.pool for case in PREFILL_CASES if case.tag == "cascade"),
-        *(case for case in DECODE_CASES if "quantised" in case.tags or case.layout == "vllm"),
-        *(case for case in DECODE_CASES if case.name.startswith(("Falcon", "SmolLM2")) or "head_dim 256" in case.name),
-    ],
-    ids=lambda case: case.name,
-)
+CASCADES = [
+    *(case.pool for case in PREFILL_CASES if case.tag == "cascade"),
+    *(case for case in DECODE_CASES if "quantised" in case.tags or case.layout == "vllm"),
+    *(case for case in DECODE_CASES if case.name.startswith(("Falcon", "SmolLM2")) or "head_dim 256" in case.name),
+]
+
+
+@pytest.mark.parametrize(("gpu", "case"), on_gpus("paged_cascade", named(CASCADES)))
 def test_cascade_compiles(gpu, case, monkeypatch):
     use_device(monkeypatch, gpu)
 
@@ -81,9 +86,13 @@ def test_cascade_compiles(gpu, case, monkeypatch):
     assert "paged_cascade" in compiled.as_text()
 
 
-@pytest.mark.parametrize("write", ["xla", "triton"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("write", "dtype", "layout"),
+    [
+        pytest.param(*case, marks=() if case in WRITE_SAMPLE else pytest.mark.full)
+        for case in itertools.product(("xla", "triton"), ("float32", "bfloat16", "int8", "float8_e4m3fn"), LAYOUTS)
+    ],
+)
 def test_a_scan_that_writes_and_attends_copies_no_pool(write, dtype, layout, monkeypatch):
     use_device(monkeypatch, "H200")
     cache = jax.eval_shape(lambda: PagedCache.create(3, 200, 4, 2, 16, dtype, layout=layout))
@@ -104,14 +113,14 @@ def test_a_scan_that_writes_and_attends_copies_no_pool(write, dtype, layout, mon
         held = (cache.k, cache.v, cache.k_scale, cache.v_scale)
         return *jax.lax.scan(body, held, (jnp.arange(3), q, k, v)), table
 
-    q, k = (jax.ShapeDtypeStruct((3, 2, heads, 16), pools.of_tokens(dtype)) for heads in (4, 2))
+    q, k = (jax.ShapeDtypeStruct((3, 2, heads, 16), pools.of_tokens(getattr(jnp, dtype))) for heads in (4, 2))
     compiled = compile_for("H200", forward, cache, table, q, k, k, donate_argnums=(0,))
     assert pools.pool_copies(compiled.as_text(), cache) == []
     cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
 
 
-@every_gpu
+@pytest.mark.parametrize("gpu", ["L4", pytest.param("H200", marks=pytest.mark.full)])
 def test_fill_writes_in_place(gpu):
     vectors = jax.ShapeDtypeStruct((4096, 32, 128), jnp.bfloat16)
     of_tokens = (jax.ShapeDtypeStruct((4096,), dtype) for dtype in (jnp.bool_, jnp.float32))

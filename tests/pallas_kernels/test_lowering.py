@@ -6,31 +6,35 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from grid import DIMS, DTYPES, HEADS, LAYOUTS, PAGE_SIZES, QUANTISED
+from grid import DIMS, DTYPES, HEADS, LAYOUTS, PAGE_SIZES, QUANTISED, sampled
 from lowering import lower_for_cuda
 
 from paged_jax import BlockTable, PagedCache, cascade_attention, paged_attention
 
 PARTITIONS = [None, 1, 3]
 
-# Every value of every axis, each beside ever other neighbours: the axes have coprime or shifted cycles.
-CASES = [
-    pytest.param(
-        *heads, *dims, page_size, *dtypes, partitions, layout,
-        id=f"{heads[0]}x{heads[1]}-{dims[0]}x{dims[1]}-page{page_size}-{dtypes[0]}-{dtypes[1]}-{partitions}-{layout}",
-    )
+
+def case(pairs, i):
+    """Every value of every axis, each beside ever other neighbours: the axes have coprime or shifted cycles."""
+    heads, dims = HEADS[i % 9], DIMS[(i + i // 9) % 9]
+    page_size, layout, partitions = PAGE_SIZES[i % 8], LAYOUTS[(i + i // 4) % 4], PARTITIONS[(i + i // 3) % 3]
+    return *heads, *dims, page_size, *pairs[(i + i // 6) % len(pairs)], partitions, layout
+
+
+CASES = {
+    f"{heads}x{kv_heads}-{dim}x{v_dim}-page{page_size}-{q_dtype}-{kv_dtype}-{partitions}-{layout}": values
     for pairs, i in [*((DTYPES, i) for i in range(54)), *((QUANTISED, i) for i in range(0, 54, 3))]
-    for heads, dims, page_size, dtypes, partitions, layout in [
-        (
-            HEADS[i % 9],
-            DIMS[(i + i // 9) % 9],
-            PAGE_SIZES[i % 8],
-            pairs[(i + i // 6) % len(pairs)],
-            PARTITIONS[(i + i // 3) % 3],
-            LAYOUTS[(i + i // 4) % 4],
-        )
-    ]
-]  # fmt: skip
+    for values in [case(pairs, i)]
+    for heads, kv_heads, dim, v_dim, page_size, q_dtype, kv_dtype, partitions, layout in [values]
+}
+DECODE_SAMPLE = [*[*CASES][:12], *[*CASES][54::2]]
+EVERY_SIXTH, NEXT_TO_IT = (dict([*CASES.items()][first::6]) for first in (0, 1))
+
+
+def test_the_sample_has_every_value_of_every_axis():
+    """What kernels lower for by default, besides options; a case of CASES each."""
+    found = [{*values} for values in zip(*(CASES[name] for name in DECODE_SAMPLE), strict=True)]
+    assert found == [{*values} for values in zip(*CASES.values(), strict=True)]
 
 
 def lower_decode(
@@ -67,18 +71,9 @@ def lower_decode(
     return lower_for_cuda(attend, q, cache, table, jax.ShapeDtypeStruct((), jnp.int32), arrays)
 
 
-@pytest.mark.parametrize(
-    (
-        "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "q_dtype", "kv_dtype", "num_partitions",
-        "layout",
-    ), CASES,
-)  # fmt: skip
-def test_every_shape_and_dtype_lowers(
-    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout
-):
-    text = lower_decode(
-        num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout
-    )
+@pytest.mark.parametrize("case", sampled(CASES, DECODE_SAMPLE))
+def test_every_shape_and_dtype_lowers(case):
+    text = lower_decode(*case)
     assert "paged_decode" in text
     assert "triton" in text
 
@@ -93,48 +88,47 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "names", [*itertools.combinations(OPTIONS, 1), *itertools.combinations(OPTIONS, 2), (*OPTIONS,)]
+    "names",
+    [
+        *itertools.combinations(OPTIONS, 1),
+        *(pytest.param(pair, marks=pytest.mark.full) for pair in itertools.combinations(OPTIONS, 2)),
+        (*OPTIONS,),
+    ],
+    ids=", ".join,
 )
 def test_every_option_lowers(names):
     text = lower_decode(8, 2, 128, 128, 16, "bfloat16", "bfloat16", None, **{name: OPTIONS[name] for name in names})
     assert "paged_decode" in text
 
 
-@pytest.mark.parametrize("tokens", [3, 12, 2048], ids=["one", "four", "hundreds"])  # for each of 3 rows
+TOKENS = {"one": 3, "four": 12, "hundreds": 2048}  # for each of 3 rows
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "q_dtype", "kv_dtype", "num_partitions",
-     "layout"),
-    CASES[::6],
-)  # fmt: skip
-def test_ragged_queries_lower(
-    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout, tokens
-):
-    del num_partitions
-    sinks = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
+    ("case", "tokens"),
+    [
+        pytest.param(case, TOKENS[count], id=f"{name}-{count}", marks=() if (i + j) % 3 == 0 else pytest.mark.full)
+        for i, (name, case) in enumerate(EVERY_SIXTH.items())
+        for j, count in enumerate(TOKENS)
+    ],
+)
+def test_ragged_queries_lower(case, tokens):
+    *sizes, _, layout = case
+    sinks = jax.ShapeDtypeStruct((sizes[0],), jnp.float32)
     options = {"window": OPTIONS["window"], "sinks": sinks} if tokens == 12 else {}
-    text = lower_decode(
-        num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, None, layout, tokens, **options
-    )
+    text = lower_decode(*sizes, None, layout, tokens, **options)
     assert "paged_prefill" in text
     assert "triton" in text
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "q_dtype", "kv_dtype", "num_partitions",
-     "layout"),
-    CASES[1::6],
-)  # fmt: skip
-def test_cascades_lower(
-    num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, num_partitions, layout
-):
-    del num_partitions
-    options = {name: OPTIONS[name] for name in ("scale", "soft_cap")} if page_size > 16 else {}
-    if page_size > 16:
-        options["alibi_slopes"] = options["sinks"] = jax.ShapeDtypeStruct((num_heads,), jnp.float32)
-    text = lower_decode(
-        num_heads, num_kv_heads, head_dim, v_head_dim, page_size, q_dtype, kv_dtype, None, layout, is_cascade=True,
-        **options,
-    )  # fmt: skip
+@pytest.mark.parametrize("case", sampled(NEXT_TO_IT, [*NEXT_TO_IT][::2]))
+def test_cascades_lower(case):
+    *sizes, _, layout = case
+    options = {}
+    if sizes[4] > 16:  # cells a page
+        options = {name: OPTIONS[name] for name in ("scale", "soft_cap")}
+        options["alibi_slopes"] = options["sinks"] = jax.ShapeDtypeStruct((sizes[0],), jnp.float32)
+    text = lower_decode(*sizes, None, layout, is_cascade=True, **options)
     assert "paged_cascade" in text
     assert "merge_cascade" in text
 

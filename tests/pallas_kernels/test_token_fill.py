@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grid import crossed
 from lowering import lower_for_cuda
 
 from pallas_kernels.token_fill import token_fill
 
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 CASES = {
     "one token": (1, (2, 24), [0]),
     "none of them": (40, (3, 16), []),
@@ -28,14 +30,13 @@ def check(dtype, num_tokens, sizes, filled, **options):
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("num_tokens", "sizes", "filled"), CASES.values(), ids=CASES)
-def test_the_tokens_told_are_filled_and_no_other(dtype, num_tokens, sizes, filled):
-    check(dtype, num_tokens, sizes, filled, interpret=True)
+@pytest.mark.parametrize(("dtype", "case"), crossed(DTYPES, [*CASES]))
+def test_the_tokens_told_are_filled_and_no_other(dtype, case):
+    check(dtype, *CASES[case], interpret=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "sizes", "filled"), CASES.values(), ids=CASES)
 def test_the_tokens_told_are_filled_and_no_other_on_a_gpu(dtype, num_tokens, sizes, filled):
     check(dtype, num_tokens, sizes, filled)

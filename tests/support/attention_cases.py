@@ -55,13 +55,15 @@ def case(
     dtype=F32,
     layout="NHD",
     width=None,
+    num_pages=None,
     shared=None,
     magnitude=1.0,
     traced_window=False,
     **options,
 ):
     pool = {"page_size": page_size, "head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype, "layout": layout}
-    pool |= {"width": width, "shared": shared, "magnitude": magnitude, "num_kv_heads": heads[1]}
+    pool |= {"width": width, "num_pages": num_pages, "shared": shared, "magnitude": magnitude}
+    pool |= {"num_kv_heads": heads[1]}
     pool |= {"layers": 2, "layer": 1}
     pool = tuple(pool.items())
     options = tuple(options.items())
@@ -73,7 +75,9 @@ EVERYTHING = {"window": 9, "soft_cap": 5.0, "sinks": True, "alibi_slopes": True,
 
 DECODE = {
     "plain": case(),
-    "every row empty": case((0, 0), sinks=True),
+    "every row empty": case(
+        (0, 0, 0), page_size=1, num_pages=52, width=20, dtype=BF16, layout="head_major", sinks=True
+    ),  # in the program of rows that share pages
     "rows share pages": case((20, 20, 9), shared=(0, 1, 2)),
     "a wide table": case(SHORT, width=40),
     "a table of one block": case((0, 1, 3, 8)),
@@ -87,6 +91,18 @@ DECODE = {
     "page 64, heads 4 of 4, float16": case((0, 63, 64, 65, 1), (4, 4), page_size=64, dtype=F16),
     "page 128": case((127, 129, 0), page_size=128),
     "page 256, heads 16 of 1, bfloat16": case((1, 257), (16, 1), page_size=256, dtype=BF16),
+    "page 32, head_dim 128, heads 8 of 2, float16, soft cap 1, 1 partition": case(
+        (31, 32, 0, 33), (8, 2), page_size=32, head_dim=128, dtype=F16, soft_cap=1.0, num_partitions=1, magnitude=2.0
+    ),
+    "page 64, head_dim 64, heads 64 of 8, float16 over bfloat16, a wide table": case(
+        (63, 64, 65), (64, 8), q_dtype=F16, page_size=64, head_dim=64, dtype=BF16, width=9
+    ),
+    "page 128, head_dim 256, heads 4 of 4, bfloat16 over float32, window 33, soft cap 50": case(
+        (127, 1, 129), (4, 4), q_dtype=BF16, page_size=128, head_dim=256, window=33, soft_cap=50.0
+    ),
+    "page 256, head_dim 192, heads 16 of 1, HND, bfloat16, window 1, more partitions than pages": case(
+        (1, 257, 0), (16, 1), page_size=256, head_dim=192, dtype=BF16, layout="HND", window=1, num_partitions=3
+    ),
     "head_dim 64, heads 8 of 2, bfloat16": case(SHORT, (8, 2), head_dim=64, dtype=BF16),
     "head_dim 96, heads 14 of 2, float16": case(SHORT, (14, 2), head_dim=96, dtype=F16),
     "head_dim 128, 1 partition": case(SHORT, head_dim=128, num_partitions=1),
@@ -101,11 +117,21 @@ DECODE = {
     "float16 over bfloat16": case(q_dtype=F16, dtype=BF16),
     # quantised
     "bfloat16 over int8, page 5, values of 24, heads 5 of 1": case(
-        (0, 4, 11, 54), (5, 1), q_dtype=BF16, page_size=5, v_head_dim=24, dtype=INT8, num_partitions=3, **EVERYTHING
+        (0, 4, 11, 54),
+        (5, 1),
+        q_dtype=BF16,
+        page_size=5,
+        v_head_dim=24,
+        dtype=INT8,
+        num_partitions=3,
+        traced_window=True,
+        **EVERYTHING,
     ),
-    "float8_e4m3fn, vllm, page 5": case((0, 4, 5, 54), page_size=5, head_dim=80, dtype=E4M3, layout="vllm", width=14),
-    "float16 over float8_e5m2, head major, many keys of little weight": case(
-        (0, 150, 200), q_dtype=F16, page_size=32, dtype=E5M2, layout="head_major", magnitude=0.25
+    "float8_e4m3fn, vllm, page 5, heads 7 of 1": case(
+        (0, 4, 5, 54), (7, 1), page_size=5, head_dim=80, dtype=E4M3, layout="vllm", width=14
+    ),
+    "float16 over float8_e5m2, head_dim 112, heads 12 of 2, head major, many keys of little weight": case(
+        (0, 150, 200), (12, 2), q_dtype=F16, page_size=32, head_dim=112, dtype=E5M2, layout="head_major", magnitude=0.25
     ),
     # options
     "scale": case(SHORT, scale=1.5),
@@ -133,11 +159,11 @@ DECODE = {
         (0, 23, 25, 49), (12, 4), page_size=24, v_head_dim=24, layout="head_major", width=6, window=33
     ),
     "head major, page 1, rows share pages, bfloat16": case(
-        (20, 20, 9), page_size=1, shared=(0, 1, 2), dtype=BF16, layout="head_major", sinks=True
+        (20, 20, 9), page_size=1, num_pages=52, shared=(0, 1, 2), dtype=BF16, layout="head_major", sinks=True
     ),
     "vllm": case((0, 1, 8, 9, 54), layout="vllm", width=10),
-    "vllm, head_dim 112, values of 40, heads 5 of 1, bfloat16": case(
-        (0, 15, 17, 54), (5, 1), page_size=16, head_dim=112, v_head_dim=40, dtype=BF16, layout="vllm", **EVERYTHING
+    "vllm, head_dim 112, values of 40, heads 71 of 1, bfloat16": case(
+        (0, 15, 17, 54), (71, 1), page_size=16, head_dim=112, v_head_dim=40, dtype=BF16, layout="vllm", **EVERYTHING
     ),
     "vllm, page 5, head_dim 24, float16": case(
         (0, 4, 5, 54), page_size=5, head_dim=24, dtype=F16, layout="vllm", width=14
@@ -147,7 +173,9 @@ DECODE = {
     "3 partitions, page 5, bfloat16": case((0, 14, 15, 16, 54), page_size=5, num_partitions=3, dtype=BF16, width=14),
     "more partitions than pages": case(num_partitions=9),
     "more partitions than tokens": case((0, 1, 3), num_partitions=7, page_size=1),
-    "partitions wholly outside the window": case((54, 97, 3), num_partitions=5, window=9, sinks=True),
+    "partitions wholly outside the window": case(
+        (54, 97, 3), (14, 2), head_dim=96, num_partitions=5, window=9, sinks=True
+    ),
     "partitions of everything": case((0, 1, 9, 54), width=10, num_partitions=3, **EVERYTHING),
 }
 
@@ -166,7 +194,9 @@ RAGGED = {
     "rows share pages": case((20, 20, 9), query_lengths=(3, 7, 9), shared=(0, 1, 2)),
     "page 1, a wide table": case((3, 17), query_lengths=(2, 17), page_size=1, width=40),
     "page 5, head_dim 80": case((4, 6, 17), query_lengths=(4, 3, 17), page_size=5, head_dim=80),
-    "head_dim 192, values of 128": case((9, 17), query_lengths=(9, 2), head_dim=192, v_head_dim=128, dtype=BF16),
+    "head_dim 192, values of 128, float32 over bfloat16": case(
+        (1, 9, 17), query_lengths=(1, 9, 2), q_dtype=F32, head_dim=192, v_head_dim=128, dtype=BF16
+    ),
     "heads 5 of 1, float16": case((9, 17), (5, 1), query_lengths=(9, 2), dtype=F16),
     "heads 71 of 1, alibi": case((9, 17), (71, 1), query_lengths=(9, 2), alibi_slopes=True),
     "float32 over bfloat16": case((1, 9, 54), query_lengths=(1, 9, 17), q_dtype=F32, dtype=BF16),
@@ -176,7 +206,7 @@ RAGGED = {
     "soft cap": case((9, 54), query_lengths=(9, 17), soft_cap=1.0, magnitude=2.0),
     "3 partitions": case((9, 54), query_lengths=(9, 17), num_partitions=3),
     "HND, page 5": case((0, 9, 54), query_lengths=(0, 9, 17), page_size=5, layout="HND", dtype=BF16),
-    "head major, window 9": case((9, 54), query_lengths=(9, 17), layout="head_major", width=10, window=9),
+    "head major, window 9": case((54, 97, 23), query_lengths=(17, 3, 23), layout="head_major", width=16, window=9),
     "vllm, values of 24": case((9, 54), query_lengths=(9, 17), v_head_dim=24, layout="vllm", width=10, dtype=F16),
     "everything": case((0, 2, 9, 54), (6, 2), query_lengths=(2, 5, 9, 17), padding=4, **EVERYTHING),
     # of which the kernel takes tiles of few and tiles of many tokens
@@ -192,54 +222,37 @@ RAGGED = {
         (0, 9, 54), query_lengths=(0, 9, 17), q_dtype=BF16, page_size=16, dtype=INT8, layout="vllm", **EVERYTHING
     ),
     "float16 over float8_e5m2, HND, page 5": case(
-        (2, 9, 54), query_lengths=(5, 9, 17), q_dtype=F16, page_size=5, dtype=E5M2, layout="HND", padding=3, window=9
+        (2, 9, 54),
+        query_lengths=(5, 9, 17),
+        q_dtype=F16,
+        page_size=5,
+        dtype=E5M2,
+        layout="HND",
+        padding=3,
+        window=9,
+        traced_window=True,
     ),
 }
 
 
-# Covering samples of the cases, for interpreting a kernel takes seconds; on a GPU all of them run.
-DECODE_INTERPRETED = (
-    "plain",
+# The samples that run by default; test_samples says what they cover. On a GPU all cases run.
+DECODE_SAMPLE = (
     "every row empty",
-    "rows share pages",
-    "a wide table",
-    "page 1, heads 5 of 1",
-    "page 5, head_dim 112, heads 12 of 2",
-    "page 24, values of 24, heads 7 of 1, float16",
-    "page 256, heads 16 of 1, bfloat16",
-    "head_dim 192, values of 128, bfloat16",
-    "heads 71 of 1",
-    "float32 over bfloat16",
-    "bfloat16 over float32",
-    "window 33, bfloat16",
-    "the largest window",
-    "everything, odd sizes, bfloat16",
-    "HND, page 5, head_dim 80, heads 7 of 1, bfloat16",
-    "head major, page 24, values of 24, heads 12 of 4",
-    "HND, head_dim 192, values of 128, 3 partitions",
-    "vllm",
-    "vllm, head_dim 112, values of 40, heads 5 of 1, bfloat16",
-    "vllm, page 5, head_dim 24, float16",
+    "page 32, head_dim 128, heads 8 of 2, float16, soft cap 1, 1 partition",
+    "page 64, head_dim 64, heads 64 of 8, float16 over bfloat16, a wide table",
+    "page 128, head_dim 256, heads 4 of 4, bfloat16 over float32, window 33, soft cap 50",
+    "page 256, head_dim 192, heads 16 of 1, HND, bfloat16, window 1, more partitions than pages",
+    "head major, page 1, rows share pages, bfloat16",
+    "vllm, head_dim 112, values of 40, heads 71 of 1, bfloat16",
     "bfloat16 over int8, page 5, values of 24, heads 5 of 1",
-    "float8_e4m3fn, vllm, page 5",
-    "float16 over float8_e5m2, head major, many keys of little weight",
-    "3 partitions, page 5, bfloat16",
-    "more partitions than tokens",
+    "float8_e4m3fn, vllm, page 5, heads 7 of 1",
+    "float16 over float8_e5m2, head_dim 112, heads 12 of 2, head major, many keys of little weight",
     "partitions wholly outside the window",
     "partitions of everything",
 )
-RAGGED_INTERPRETED = (
-    "last tokens",
-    "padding",
-    "more queries than keys, sinks",
-    "page 5, head_dim 80",
-    "head_dim 192, values of 128",
-    "heads 5 of 1, float16",
-    "float32 over bfloat16",
-    "traced window 11",
+RAGGED_SAMPLE = (
+    "head_dim 192, values of 128, float32 over bfloat16",
     "head major, window 9",
-    "vllm, values of 24",
-    "few tokens and many",
     "few tokens and many, everything",
     "partitions of everything",
     "bfloat16 over int8, vllm",
@@ -344,10 +357,20 @@ def posed(case):
 
 
 def op(implementation, options=None, **static):
-    """paged_attention under jit; arrays among the options are traced."""
-    options = dict(options or {})
-    arrays = {k: options.pop(k) for k in list(options) if isinstance(options[k], np.ndarray | jax.Array)}
+    """paged_attention under jit; arrays among the options are traced. One program for all calls of one size."""
+    options = (options or {}) | static
+    arrays = {name: value for name, value in options.items() if isinstance(value, np.ndarray | jax.Array)}
+    attend = _attend(implementation, tuple((name, value) for name, value in options.items() if name not in arrays))
 
+    def run(q, pool, query_lengths=None):
+        query_lengths = None if query_lengths is None else np.asarray(query_lengths, np.int32)
+        return attend(q, pool.cache, pool.table, pool.layer, query_lengths, arrays)
+
+    return run
+
+
+@functools.cache
+def _attend(implementation, options):
     @jax.jit
     def attend(q, cache, table, layer, query_lengths, arrays):
         return paged_attention(
@@ -359,23 +382,17 @@ def op(implementation, options=None, **static):
             return_lse=True,
             implementation=implementation,
             **arrays,
-            **options,
-            **static,
+            **dict(options),
         )
 
-    def run(q, pool, query_lengths=None):
-        query_lengths = None if query_lengths is None else jnp.asarray(query_lengths, jnp.int32)
-        return attend(jnp.asarray(q), pool.cache, pool.table, pool.layer, query_lengths, arrays)
-
-    return run
+    return attend
 
 
-@functools.cache
 def attend_as(case, implementation):
-    """What a case asks of an implementation, as `op` makes it; one for all tests, so that it is compiled once."""
+    """What a case asks of an implementation, as `op` makes it."""
     options = options_of(case)
     if case.traced_window:
-        options["window"] = jnp.int32(options["window"])
+        options["window"] = np.asarray(options["window"], np.int32)
     return op(implementation, options)
 
 

@@ -26,6 +26,51 @@ GPUS = {  # a small one, whose kernels are Ampere's too, and a large one
     "H200": GPU("NVIDIA H200", (9, 0), 132, 228),
 }
 
+# The share of all cases that isn't marked `full`: every kernel, GPU, layout and kind of dtype; names of
+# pallas_kernels.cases. test_samples says what it covers.
+SAMPLE = {
+    ("paged_decode", "L4"): (
+        "64 x 4096",
+        "1 x 4096, Llama 3 8B, int8",
+        "Gemma 3 4B, window",
+        "Falcon 7B, one kv head",
+        "64 x 4096, page 1",
+        "64 x 4096, HND",
+        "64 x 4096, vllm",
+        "64 x 4096, float8_e4m3fn",
+    ),
+    ("paged_decode", "H200"): (
+        "gpt-oss 20B, sinks",
+        "1 x 4096, Gemma 2 9B",
+        "64 x 4096, page 256",
+        "64 x 4096, head_major",
+        "64 x 4096, int8",
+        "64 x 4096, float8_e5m2",
+    ),
+    ("paged_prefill", "L4"): ("fresh", "drafts"),
+    ("paged_prefill", "H200"): ("chunk", "mixed"),
+    ("paged_cascade", "L4"): ("64 x 4096, int8",),
+    ("paged_cascade", "H200"): ("32 x 8448, 8192 shared", "64 x 4096, vllm"),
+}
+WRITE_SAMPLE = {  # which way, dtype and layout
+    ("xla", "float32", "NHD"),
+    ("xla", "float8_e4m3fn", "HND"),
+    ("triton", "bfloat16", "vllm"),
+    ("triton", "int8", "head_major"),
+}
+
+
+def on_gpus(kernel: str, cases: dict) -> list:
+    """A parameter (GPU, case) for each GPU and each of the cases, which have names."""
+    strangers = {name for (of, _), names in SAMPLE.items() if of == kernel for name in names} - cases.keys()
+    assert not strangers, f"no such cases: {strangers}"
+    return [
+        pytest.param(gpu, case, id=f"{gpu}-{name}", marks=() if name in SAMPLE[kernel, gpu] else pytest.mark.full)
+        for gpu in GPUS
+        for name, case in cases.items()
+    ]
+
+
 needs_gpu_compiler = pytest.mark.skipif(
     not {"jax-cuda12-pjrt", "jax-cuda13-pjrt"} & {found.name for found in metadata.distributions()},
     reason="needs XLA's compiler for CUDA and no GPU: install the extra gpu-compiler, then run with JAX_PLATFORMS=cpu",

@@ -1,4 +1,7 @@
-"""The grid of shapes, dtypes and devices that kernels and their settings are tested on."""
+"""The grid of shapes, dtypes and devices that kernels and their settings are tested on, and samples that cover it.
+
+A sample runs by default, for what takes time is each further program; the rest of a grid is marked `full`.
+"""
 
 import itertools
 
@@ -21,3 +24,32 @@ DEVICES = {  # processors and shared memory
     "MI300": Device(304, 64 << 10),
 }
 every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+
+
+def sampled(cases, default):
+    """A parameter for each of the cases, which have names; those that `default` doesn't name are marked `full`."""
+    assert cases.keys() >= set(default), f"no such cases: {set(default) - cases.keys()}"
+    return [
+        pytest.param(case, id=name, marks=() if name in default else pytest.mark.full) for name, case in cases.items()
+    ]
+
+
+def crossed(*axes):
+    """A parameter for each element of the product of axes; all are marked `full` but a few that cover every axis."""
+    few = {tuple(i % len(axis) for axis in axes) for i in range(max(map(len, axes)))}
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, at, strict=True)),
+            id="-".join(_name(axis[i]) for axis, i in zip(axes, at, strict=True)),
+            marks=() if at in few else pytest.mark.full,
+        )
+        for at in itertools.product(*(range(len(axis)) for axis in axes))
+    ]
+
+
+def is_default(parameter):
+    return all(mark.name != "full" for mark in parameter.marks)
+
+
+def _name(value):
+    return getattr(value, "__name__", str(value))

@@ -1,7 +1,6 @@
 """Pools as a long-lived server has them: pages in any order, and everything that no row owns poisoned."""
 
 import dataclasses
-import itertools
 import math
 import re
 
@@ -32,11 +31,23 @@ _WIDENED = pytest.mark.xfail(
     reason="XLA of JAX 0.10 widens a bfloat16 array to float32 and back wherever a CPU updates part of it",
 )
 WRITTEN_IN_PLACE = (jnp.float32, jnp.float16, pytest.param(jnp.bfloat16, marks=_WIDENED), jnp.int8)
-WRITTEN_IN_PLACE_IN_LAYOUTS = (
-    *itertools.product((jnp.float32, jnp.float16), LAYOUTS),
-    *(pytest.param(jnp.bfloat16, layout, marks=_WIDENED) for layout in LAYOUTS),
-    *itertools.product((jnp.int8,), ("NHD", "vllm")),
-)
+_BY_DEFAULT = {
+    (jnp.float32, "NHD"),
+    (jnp.float32, "vllm"),
+    (jnp.float16, "HND"),
+    (jnp.float16, "head_major"),
+    (jnp.bfloat16, "NHD"),
+    (jnp.int8, "vllm"),
+}
+WRITTEN_IN_PLACE_IN_LAYOUTS = [
+    pytest.param(
+        dtype,
+        layout,
+        marks=[_WIDENED] * (dtype == jnp.bfloat16) + [pytest.mark.full] * ((dtype, layout) not in _BY_DEFAULT),
+    )
+    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8)
+    for layout in (LAYOUTS if dtype != jnp.int8 else ("NHD", "vllm"))
+]
 
 
 def of_tokens(dtype):
@@ -52,6 +63,11 @@ class Pool:
     v_rows: list  # of [length, K, Hv]
     lengths: np.ndarray
     layer: int
+
+
+def int32(array):
+    """On the device; `jnp.asarray` compiles a program for each shape."""
+    return jax.device_put(np.array(array, np.int32))
 
 
 def block_table(rows, lengths, num_pages, page_size, *, width=None, retained=None, garbage=PADDING, seed=0):
@@ -75,12 +91,12 @@ def block_table(rows, lengths, num_pages, page_size, *, width=None, retained=Non
     stack = np.full(num_pages, num_pages)
     stack[: len(free)] = free
     return paged_jax.BlockTable(
-        pages=jnp.asarray(pages, jnp.int32),
-        lengths=jnp.asarray(lengths, jnp.int32),
-        ref_counts=jnp.asarray(counts, jnp.int32),
-        retained=jnp.asarray(retained, jnp.int32),
-        free_pages=jnp.asarray(stack, jnp.int32),
-        num_free=jnp.asarray(len(free), jnp.int32),
+        pages=int32(pages),
+        lengths=int32(lengths),
+        ref_counts=int32(counts),
+        retained=int32(retained),
+        free_pages=int32(stack),
+        num_free=int32(len(free)),
         page_size=page_size,
     )
 
@@ -158,6 +174,7 @@ def build(
     layers=1,
     layer=0,
     spare_pages=3,
+    num_pages=None,
     width=None,
     shared=None,
     poison=np.nan,
@@ -179,7 +196,7 @@ def build(
         [(magnitude * values.standard_normal((n, num_kv_heads, dim))).astype(wide) for n in lengths] for dim in dims
     ]
     blocks = -(-lengths // page_size)
-    num_pages = int(blocks.sum()) + spare_pages
+    num_pages = int(blocks.sum()) + spare_pages if num_pages is None else num_pages
     order = iter(places.permutation(num_pages).tolist())
     pages = [[next(order) for _ in range(n)] for n in blocks]
     if shared is not None:
