@@ -64,6 +64,8 @@ def run(args: argparse.Namespace, notes: Console) -> None:
     if args.model is None:
         choose_sampler(args, None)  # the default model's files say nothing of it: refused before they are fetched
     pretrained = open_pretrained(args.model or fetch_smollm2())
+    for note in pretrained.notes:
+        notes.print(f"note: {note}", markup=False, soft_wrap=True)
     prompts, titles, new_pieces = encode(args, pretrained, texts)
     sampler = choose_sampler(args, pretrained.sampler)
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

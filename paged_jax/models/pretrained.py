@@ -25,6 +25,7 @@ class Pretrained:
     config: ModelConfig
     end_tokens: frozenset[int]  # generation stops at any of these
     sampler: Sampler | None = None  # how its makers sample; None: greedy, or they do not say
+    notes: tuple[str, ...] = ()  # what of the files has no effect here though it has elsewhere: a line for each
 
     def text(self) -> Text:
         """Its tokenizer; token ids work without one.

@@ -1,5 +1,6 @@
 """The command line: it writes what the model says, and refuses what it cannot do before it computes anything."""
 
+import dataclasses
 import io
 import math
 import os
@@ -15,7 +16,8 @@ import pytest
 from command_line import COUNT, Run, expected_text
 from tiny_llama import TinyLlama
 
-from paged_jax.cli import main, pool
+from paged_jax.cli import generate, main, pool
+from paged_jax.models.pretrained import open_pretrained
 from paged_jax.models.text.chat import render_chat
 from paged_jax.models.text.text import gguf_template
 from paged_jax.models.weights.config_gguf import gguf_config
@@ -184,6 +186,16 @@ def test_speed_and_memory_go_to_standard_error(run: Run, tiny: TinyLlama) -> Non
     held = len(tiny.tokenizer.encode("zzz").ids) - 1 + COUNT
     assert re.search(rf"decode +{COUNT} tokens in .* tokens/s", err)
     assert re.search(rf"paged .*\b{held} tokens", err)
+
+
+def test_what_a_models_files_ask_for_in_vain_is_said_on_standard_error(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = dataclasses.replace(open_pretrained(model), notes=("one [thing]" + " and more" * 20, "another"))
+    monkeypatch.setattr(generate, "open_pretrained", lambda _: opened)
+    status, _, notes = run("zzz", "--raw", max_tokens=1)
+    assert status == 0
+    assert notes.splitlines()[:2] == [f"note: {note}" for note in opened.notes]
 
 
 def test_it_runs_as_a_script(model: Path, tiny: TinyLlama, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from paged_jax.models import load
 from paged_jax.models import loaded as loaded_module
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.pretrained import open_pretrained
 from paged_jax.models.weights.checkpoint import open_checkpoint
 from paged_jax.models.weights.config_gguf import gguf_config
 from paged_jax.models.weights.config_json import model_config
@@ -277,6 +278,17 @@ def test_two_loads_of_a_model_are_one_program(model: Path) -> None:
 def test_the_default_model_is_fetched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_module, "fetch_smollm2", lambda: model)
     assert load().config == load(model).config
+
+
+def test_what_a_models_files_ask_for_in_vain_is_warned_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = dataclasses.replace(open_pretrained(model), notes=("one [thing]", "another"))
+    monkeypatch.setattr(loaded_module, "open_pretrained", lambda _: opened)
+    with pytest.warns(UserWarning, match="one|another") as said:
+        load(model)
+    assert [(str(warning.message), warning.filename) for warning in said] == [
+        ("one [thing]", __file__),
+        ("another", __file__),
+    ]
 
 
 def no_config(folder: Path) -> Path:
