@@ -389,11 +389,11 @@ def test_a_model_that_is_not_supported_is_refused(
 
 
 def test_a_tensor_type_that_is_not_supported_is_named(run: Run, tiny: TinyLlama, tmp_path: Path) -> None:
-    name, q2_k = "blk.1.ffn_up.weight", 10
-    changed = {name: (name, tiny.weights[name].shape, q2_k, bytes(64))}
+    name, iq2_xxs = "blk.1.ffn_up.weight", 16
+    changed = {name: (name, tiny.weights[name].shape, iq2_xxs, bytes(64))}
     status, out, err = run("hello", path=tiny.save(tmp_path / "types.gguf", tensors=changed))
     assert (status, out) == (2, "")
-    assert re.search(r"blk\.1\.ffn_up\.weight.* got Q2_K", err), err
+    assert re.search(r"blk\.1\.ffn_up\.weight.* got IQ2_XXS", err), err
 
 
 def test_a_model_without_a_template_still_continues_text(run: Run, tiny: TinyLlama, tmp_path: Path) -> None:

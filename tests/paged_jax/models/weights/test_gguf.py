@@ -14,7 +14,8 @@ from gguf_writer import BLOCKS, TYPE_IDS, gguf_bytes, random_blocks, string, val
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_jax.models.weights.gguf import GGML_TYPES, GGUFError, GGUFFile, open_gguf
+from paged_jax.models.weights.gguf import GGUFError, GGUFFile, open_gguf
+from paged_jax.models.weights.gguf_types import GGML_TYPES
 
 
 @pytest.fixture
@@ -71,6 +72,25 @@ def slow_weight(kind: str, raw: bytes, i: int) -> np.float32:
         byte = raw[(48 if kind == "Q5_K" else 16) + group // 2 * 32 + within]
         q = (byte // 16 if group % 2 else byte % 16) + 16 * fifth
         return half(raw, 0) * f(scale) * f(q) - half(raw, 2) * f(minimum)
+    if kind in ("IQ4_NL", "IQ4_XS"):
+        group, within = divmod(i, 32)
+        byte = raw[(2 if kind == "IQ4_NL" else 8) + 16 * group + within % 16]
+        q = f(NOT_LINEAR[byte % 16 if within < 16 else byte // 16])
+        if kind == "IQ4_NL":
+            return half(raw, 0) * q
+        low = raw[4 + group // 2] // 16 if group % 2 else raw[4 + group // 2] % 16
+        return half(raw, 0) * f(low + 16 * (struct.unpack_from("<H", raw, 2)[0] >> 2 * group & 3) - 32) * q
+    if kind == "Q2_K":
+        part, j = divmod(i, 128)
+        q = raw[16 + 32 * part + j % 32] >> 2 * (j // 32) & 3
+        packed = raw[i // 16]
+        return half(raw, 80) * f(packed % 16) * f(q) - half(raw, 82) * f(packed // 16)
+    if kind == "Q3_K":
+        part, j = divmod(i, 128)
+        q = (raw[32 + 32 * part + j % 32] >> 2 * (j // 32) & 3) + 4 * (raw[i % 32] >> i // 32 & 1) - 4
+        group = i // 16
+        low = raw[96 + group % 8] // 16 if group >= 8 else raw[96 + group % 8] % 16
+        return half(raw, 108) * f(low + 16 * (raw[104 + group % 4] >> 2 * (group // 4) & 3) - 32) * f(q)
     assert kind == "Q6_K"
     part, j = divmod(i, 128)
     quarter, within = divmod(j, 32)
@@ -79,6 +99,9 @@ def slow_weight(kind: str, raw: bytes, i: int) -> np.float32:
     high = raw[128 + 32 * part + within] >> 2 * quarter & 3
     scale = struct.unpack_from("<b", raw, 192 + i // 16)[0]
     return half(raw, 208) * f(scale) * f(low + 16 * high - 32)
+
+
+NOT_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def slow_dequantise(kind: str, raw: bytes) -> np.ndarray:
@@ -108,6 +131,48 @@ def test_q4_0_by_hand(opened: Callable[[bytes], GGUFFile]) -> None:
     expected = np.zeros(32, np.float32)
     expected[[0, 1, 16, 17]] = 3.5, -2.5, -4.0, 1.0
     np.testing.assert_array_equal(opened(gguf_bytes({}, [("w", (32,), "Q4_0", raw)])).tensor("w"), expected)
+
+
+def by_hand(kind: str, raw: bytes, opened: Callable[[bytes], GGUFFile]) -> dict[int, float]:
+    """The weights that are not 0, by their places."""
+    got = opened(gguf_bytes({}, [("w", (BLOCKS[kind][0],), kind, raw)])).tensor("w")
+    return {int(i): float(got[i]) for i in got.nonzero()[0]}
+
+
+def test_iq4_nl_by_hand(opened: Callable[[bytes], GGUFFile]) -> None:
+    """Nibbles name 16 uneven steps: 0 is -127, 8 is 1, 15 is 113; none is 0."""
+    got = by_hand("IQ4_NL", struct.pack("<e", 0.5) + bytes([0x80, 0x0F]) + bytes([0x88]) * 14, opened)
+    assert got == dict.fromkeys(range(32), 0.5) | {0: -63.5, 16: 0.5, 1: 56.5, 17: -63.5}
+
+
+def test_iq4_xs_by_hand(opened: Callable[[bytes], GGUFFile]) -> None:
+    """Scales are 6 bits less 32: all 32 but that of group 0, 33, and that of group 7, 0b11_0101 = 53."""
+    high = 0b11_10_10_10_10_10_10_10
+    raw = struct.pack("<eH", 0.5, high) + bytes([0x01, 0, 0, 0x50]) + bytes([0x88]) * 127 + bytes([0xF0])
+    got = by_hand("IQ4_XS", raw, opened)
+    assert got == dict.fromkeys(range(32), 0.5) | dict.fromkeys(range(224, 256), 10.5) | {
+        239: 0.5 * 21 * -127,
+        255: 0.5 * 21 * 113,
+    }
+
+
+def test_q2_k_by_hand(opened: Callable[[bytes], GGUFFile]) -> None:
+    """Group 2 (weights 32 to 47) has scale 3 and minimum 2, group 15 scale 1; byte 0 holds 2 bits of 0, 32, 64, 96."""
+    scales, packed = bytearray(16), bytearray(64)
+    scales[2], scales[15], packed[0], packed[63] = 0x23, 0x01, 0b11_00_10_01, 0b11_00_00_00
+    got = by_hand("Q2_K", bytes(scales) + bytes(packed) + struct.pack("<2e", 0.5, 0.25), opened)
+    assert got == dict.fromkeys(range(32, 48), -0.5) | {32: 0.5 * 3 * 2 - 0.5, 255: 0.5 * 3}
+
+
+def test_q3_k_by_hand(opened: Callable[[bytes], GGUFFile]) -> None:
+    """Weights are 3 bits less 4, the third in `h`; scales 6 bits less 32: that of group 1 is 33, of group 8 0."""
+    high, packed, scales = bytearray(b"\xff" * 32), bytearray(64), bytearray(8) + bytearray([0xAA] * 4)
+    scales[1], scales[8] = 1, 0b10_00_10_10  # the high bits of groups 0, 4, 8 and 12
+    packed[16] = 0b11  # weight 16, whose third bit stands: 7 - 4
+    high[17] ^= 1  # weight 17: 0 - 4
+    packed[32] = 0b10  # weight 128: 6 - 4
+    got = by_hand("Q3_K", bytes(high) + bytes(packed) + bytes(scales) + struct.pack("<e", 0.5), opened)
+    assert got == {16: 0.5 * 3, 17: 0.5 * -4, 128: 0.5 * -32 * 2}
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q8_0", "Q5_K"])
@@ -286,14 +351,14 @@ def test_truncated_tensor_data_says_how_much_is_missing(opened: Callable[[bytes]
         opened(content[:-1])
 
 
-@pytest.mark.parametrize(("type_id", "name"), [(10, "Q2_K"), (20, "IQ4_NL"), (39, "MXFP4"), (4, "unknown type 4")])
+@pytest.mark.parametrize(("type_id", "name"), [(16, "IQ2_XXS"), (9, "Q8_1"), (39, "MXFP4"), (4, "unknown type 4")])
 def test_an_unsupported_type_is_named_when_its_tensor_is_read(
     type_id: int, name: str, opened: Callable[[bytes], GGUFFile]
 ) -> None:
     model = opened(gguf_bytes({}, [("odd.weight", (256,), type_id, bytes(300)), ("w", (1,), "F32", bytes(4))]))
     assert model.tensors["odd.weight"].ggml_type == name
     assert model.tensor("w").shape == (1,)
-    with pytest.raises(GGUFError, match=rf"model\.gguf: tensor 'odd\.weight': .*Q6_K, got {name}"):
+    with pytest.raises(GGUFError, match=rf"model\.gguf: tensor 'odd\.weight': .*Q6_K, .*got {name}"):
         model.tensor("odd.weight")
 
 
