@@ -8,8 +8,8 @@ from typing import Any
 
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.files import naming
+from paged_jax.models.text.special_ids import special_ids
 from paged_jax.models.text.text import Text, folder_text, gguf_text, read_settings
-from paged_jax.models.text.tokenizer import special_ids
 from paged_jax.models.weights.checkpoint import Checkpoint, open_checkpoint
 from paged_jax.models.weights.config_gguf import gguf_config
 from paged_jax.models.weights.config_json import end_tokens, read_config

@@ -9,7 +9,9 @@ from tokenizers import Tokenizer
 
 from paged_jax.models.files import naming, read_object, read_text
 from paged_jax.models.text.chat import ChatTemplate, render_chat
-from paged_jax.models.text.tokenizer import build_tokenizer, special_ids
+from paged_jax.models.text.special_ids import special_ids
+from paged_jax.models.text.tokenizer import build_tokenizer
+from paged_jax.models.text.vocabulary import tokens
 from paged_jax.models.weights.gguf import GGUFError, GGUFFile
 
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -57,13 +59,13 @@ def gguf_text(file: GGUFFile) -> Text:
 
 def gguf_template(metadata: Mapping[str, Any]) -> ChatTemplate | None:
     source, special = metadata.get("tokenizer.chat_template"), special_ids(metadata)
-    named = {"bos_token": special.bos, "eos_token": special.eos}
-    tokens = {name: metadata["tokenizer.ggml.tokens"][at] for name, at in named.items() if at is not None}
+    known, named = tokens(metadata), {"bos": special.bos, "eos": special.eos}
+    named |= {"unk": special.unknown, "pad": special.padding}
     if source is None:
         return None
     if not isinstance(source, str):
         raise ValueError(f"expected tokenizer.chat_template to be a text, got {source!r:.60}")
-    return ChatTemplate(source, tokens)
+    return ChatTemplate(source, {f"{name}_token": known[at] for name, at in named.items() if at is not None})
 
 
 def folder_text(folder: Path) -> Text:
