@@ -99,3 +99,9 @@ def random_blocks(kind: str, count: int, seed: int = 0) -> bytes:
     if kind == "BF16":
         blocks[:, 1] = blocks[:, 1] & 0x80 | 0x3F  # magnitudes around 1
     return blocks.tobytes()
+
+
+def all_types_tensors(values: int = 256 * 6) -> list[Tensor]:
+    """One tensor of each type."""
+    shape = (2, values // 2) if values // 2 % 256 == 0 else (values,)
+    return [(f"{kind}.weight", shape, kind, random_blocks(kind, values // BLOCKS[kind][0])) for kind in TYPE_IDS]

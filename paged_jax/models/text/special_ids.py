@@ -76,9 +76,9 @@ def _id(metadata: Mapping[str, Any], name: str, known: list[str]) -> int | None:
 _SENTENCEPIECE = {"unknown": 0, "bos": 1, "eos": 2}
 
 _END_TEXTS = frozenset(
-    ("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<end_of_turn>", "<end_of_utterance>")
-    + ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
-    + ("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<turn|>", "<|tool_response>")
+    {"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<end_of_turn>", "<end_of_utterance>"}
+    | {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"}  # noqa: RUF001
+    | {"<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<turn|>", "<|tool_response>"}
 )
 # Texts that end a gap filled in, where the metadata gives no id: padding, and what begins another repository or file.
 _FILL_IN_ENDS = {

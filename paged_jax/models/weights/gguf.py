@@ -7,9 +7,11 @@ The file is mapped, not loaded. Its layout, little endian throughout:
 Every size in the header is checked against the bytes that are really there before anything is allocated for it.
 """
 
+import dataclasses
 import math
 import mmap
 import os
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # in numpy's order, the reverse of GGUF's
     ggml_type: str  # GGML's name, such as "Q4_1"
     offset: int  # of the first byte, from the start of the file
+    part: int = 0  # which file of a split one it is in
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +43,7 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]  # arrays of numbers are numpy arrays, arrays of strings are lists
     tensors: dict[str, TensorInfo]
-    _data: mmap.mmap = field(repr=False)
+    _data: tuple[mmap.mmap, ...] = field(repr=False)  # one, or the parts of a split file
     layout: ClassVar = "gguf"
 
     def check_type(self, name: str) -> None:
@@ -60,7 +63,8 @@ class GGUFFile:
         info = self.tensors[name]
         packing = PACKINGS[info.ggml_type]
         count = math.prod(info.shape) // packing.values
-        blocks = np.frombuffer(self._data, packing.block, count, info.offset)
+        data = self._data[info.part]
+        blocks = np.frombuffer(data, packing.block, count, info.offset)
         values = aligned_empty((count, packing.values), dtype)
         # A damaged scale may be inf or NaN, and a weight too large for `dtype`: both are read without numpy's warnings.
         with np.errstate(invalid="ignore", over="ignore"):
@@ -68,13 +72,58 @@ class GGUFFile:
                 chunk = slice(start, start + _CHUNK // packing.values)
                 values[chunk] = packing.unpack(blocks[chunk]).reshape(-1, packing.values)
         if hasattr(mmap, "MADV_DONTNEED"):  # what was read of the file need not stay in memory beside the weights
-            self._data.madvise(mmap.MADV_DONTNEED)
+            data.madvise(mmap.MADV_DONTNEED)
         return values.reshape(info.shape)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map the file and read its header; the tensors' bytes stay on disk until they are asked for."""
+    """Map the file and read its header; the tensors' bytes stay on disk until they are asked for.
+
+    Any part of a split file stands for the whole: the others are expected beside it.
+    """
     path = Path(path)
+    header, metadata, tensors = _read_header(path)
+    count = _split_number(header, metadata, "split.count", 1)
+    return GGUFFile(path, metadata, tensors, (header.data,)) if count < 2 else _join(path, count)
+
+
+def _join(path: Path, count: int) -> GGUFFile:
+    """The parts' metadata is the first one's: the others hold tensors alone."""
+    name = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
+    if name is None or int(name[3]) != count:
+        raise GGUFError(
+            f"{path}: expected a part of a split file, of {count} files, to be named like "
+            f"model-00001-of-{count:05}.gguf, got another name"
+        )
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, TensorInfo] = {}
+    data = []
+    for part in range(count):
+        place = path.with_name(f"{name[1]}{part + 1:05}{name[2]}")
+        if not place.is_file():
+            raise GGUFError(f"{path}: expected the {count} files of a split one beside each other, got no {place.name}")
+        header, keys, infos = _read_header(place)
+        got = tuple(_split_number(header, keys, key, None) for key in ("split.no", "split.count"))
+        if got != (part, count):
+            raise GGUFError(f"{place}: expected split.no and split.count to be {part} and {count}, got {got}")
+        if twice := tensors.keys() & infos.keys():
+            raise GGUFError(f"{place}: expected every tensor in one file of a split one, got {min(twice)!r} again")
+        tensors |= {tensor: dataclasses.replace(info, part=part) for tensor, info in infos.items()}
+        metadata, data = metadata or keys, [*data, header.data]
+    total = metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise GGUFError(f"{path}: expected {total!r} tensors in the files of a split one, got {len(tensors)}")
+    return GGUFFile(path, metadata, tensors, tuple(data))
+
+
+def _split_number(header: "_Header", metadata: dict[str, Any], key: str, default: int | None) -> int:
+    number = metadata.get(key, default)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise GGUFError(f"{header.path}: expected {key} to be a number, got {number!r:.60}")
+    return number
+
+
+def _read_header(path: Path) -> tuple["_Header", dict[str, Any], dict[str, TensorInfo]]:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
             raise GGUFError(f"{path}: expected a GGUF file, got an empty one")
@@ -82,7 +131,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     header = _Header(path, data)
     tensor_count, key_count = _read_preamble(header)
     metadata = _read_metadata(header, key_count)
-    return GGUFFile(path, metadata, _read_tensor_infos(header, tensor_count, metadata), data)
+    return header, metadata, _read_tensor_infos(header, tensor_count, metadata)
 
 
 def _read_preamble(header: "_Header") -> tuple[int, int]:
