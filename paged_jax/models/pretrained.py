@@ -14,6 +14,7 @@ from paged_jax.models.weights.checkpoint import Checkpoint, open_checkpoint
 from paged_jax.models.weights.config_gguf import gguf_config
 from paged_jax.models.weights.config_json import end_tokens, read_config
 from paged_jax.models.weights.gguf import GGUFError, GGUFFile, open_gguf
+from paged_jax.models.weights.keys_gguf import key_notes
 from paged_jax.sampling import Sampler
 
 _GENERATION = "generation_config.json"
@@ -51,10 +52,16 @@ def open_pretrained(path: str | os.PathLike[str]) -> Pretrained:
         return Pretrained(open_checkpoint(path), config, frozenset(ends + config.end_tokens), sampler)
     file = open_gguf(path)
     config = gguf_config(file)
-    if "tokenizer.ggml.tokens" not in file.metadata:
-        return Pretrained(file, config, frozenset(config.end_tokens))
     with naming(path, GGUFError):
-        return Pretrained(file, config, special_ids(file.metadata).end)
+        has_tokens = "tokenizer.ggml.tokens" in file.metadata
+        ends = special_ids(file.metadata).end if has_tokens else frozenset(config.end_tokens)
+        return Pretrained(file, config, ends, _gguf_sampler(file.metadata), key_notes(file, config.family))
+
+
+def _gguf_sampler(metadata: Mapping[str, Any]) -> Sampler | None:
+    names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
+    given = {name: metadata.get(f"general.sampling.{key}") for name, key in names.items()}
+    return _sampler(given | {"do_sample": any(value is not None for value in given.values())})
 
 
 def _sampler(settings: Mapping[str, Any]) -> Sampler | None:

@@ -49,6 +49,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 _BEGINNINGS = ("model.", "model.language_model.", "language_model.model.", "")  # the text part of multimodal files
 _IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|^rope_freqs\.weight$"  # worked out from, or read with, the config
+    r"|^blk\.\d+\.attn_rot_embd(\.|$)"  # of old GGUF files, likewise
     r"|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 

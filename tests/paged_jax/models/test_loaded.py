@@ -34,6 +34,7 @@ from paged_jax.models.weights.config_json import model_config
 from paged_jax.models.weights.gguf import GGUFFile, open_gguf
 from paged_jax.models.weights.parameters import load_parameters
 from paged_jax.models.weights.shapes import parameter_parts, parameter_shapes
+from paged_jax.sampling import Sampler
 
 
 def values_of(model: Decoder) -> dict[str, jax.Array]:
@@ -289,6 +290,17 @@ def test_what_a_models_files_ask_for_in_vain_is_warned_of(model: Path, monkeypat
         ("one [thing]", __file__),
         ("another", __file__),
     ]
+
+
+def test_what_a_gguf_file_says_of_sampling_and_asks_in_vain(tiny: TinyLlama, tmp_path: Path) -> None:
+    keys = {"temp": 0.5, "top_k": 20, "min_p": 0.25}
+    opened = open_pretrained(
+        tiny.save(tmp_path / "said.gguf", metadata={f"general.sampling.{key}": item for key, item in keys.items()})
+    )
+    assert opened.sampler == Sampler(0.5, 20)
+    assert opened.notes == (f"{tmp_path / 'said.gguf'}: without effect here: general.sampling.min_p = 0.25",)
+    opened = open_pretrained(tiny.save(tmp_path / "greedy.gguf", metadata={"general.sampling.temp": 0.0}))
+    assert (opened.sampler, opened.notes) == (None, ())
 
 
 def no_config(folder: Path) -> Path:

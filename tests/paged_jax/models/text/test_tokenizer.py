@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_writer import gguf_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -13,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from paged_jax.models.text.chat import render_chat
 from paged_jax.models.text.special_ids import SpecialIds, special_ids
-from paged_jax.models.text.text import gguf_template
+from paged_jax.models.text.text import gguf_template, gguf_text
 from paged_jax.models.text.tokenizer import build_tokenizer
 from paged_jax.models.weights.gguf import open_gguf
 
@@ -214,6 +215,13 @@ def test_sentencepiece_merges_by_score(text: str, expected: list[str]) -> None:
     tokenizer = build_tokenizer(sentencepiece_metadata())
     assert pieces(tokenizer, text) == expected
     assert all(tokenizer.token_to_id(piece) < len(PIECES) for piece in expected)
+
+
+def test_a_sentencepiece_file_that_does_not_mention_bos_has_it_first(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    metadata = sentencepiece_metadata(bos_token_id=None, eos_token_id=None, add_bos_token=None, add_space_prefix=None)
+    path.write_bytes(gguf_bytes(metadata))
+    assert gguf_text(open_gguf(path)).encode("hello", is_raw=True) == [1, PIECES.index("▁hello")]
 
 
 def test_llama_2_puts_a_space_before_a_text() -> None:
