@@ -20,9 +20,10 @@ from rich.progress import track
 from paged_jax import sharding
 from paged_jax.block_table import BlockTable
 from paged_jax.cache import PagedCache
-from paged_jax.cli.arguments import choose_sampler, read_prompts
+from paged_jax.cli.arguments import choose_sampler
 from paged_jax.cli.batch import answer
 from paged_jax.cli.pool import plan_pool
+from paged_jax.cli.prompts import read_prompts
 from paged_jax.cli.report import DenseMismatch, compare
 from paged_jax.cli.stream import IdPieces, OrderedStream, Pieces
 from paged_jax.decode import OutOfPages

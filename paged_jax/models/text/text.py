@@ -78,7 +78,7 @@ def folder_text(folder: Path) -> Text:
     if not path.is_file():
         raise ValueError(f"{folder}: expected a {_TOKENIZER}, to read and write text, got none: give it token ids")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(read_text(path))
     except Exception as problem:  # it raises no narrower kind
         raise ValueError(f"{path}: expected a tokenizer, got {problem}") from problem
     tokenizer.no_padding()  # the file may ask for both

@@ -95,7 +95,7 @@ def test_prompts_from_a_file_follow_those_of_the_command_line(
     text = "zzz\n\n   \nthe 42 cats"  # lines without text are no prompts
     path = tmp_path / "prompts.txt"
     path.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     status, out, _ = run("hello world", "--file", path if source == "a file" else "-")
     assert status == 0
     assert_in_order([part for prompt in PROMPTS for part in (prompt, expected_text(tiny, prompt))], out)

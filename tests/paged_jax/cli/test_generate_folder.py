@@ -1,5 +1,6 @@
 """The command line with Hugging Face folders and with token ids, the comparison with a dense cache, and refusals."""
 
+import codecs
 import json
 import re
 from collections.abc import Callable
@@ -100,6 +101,16 @@ def test_where_a_chat_template_may_stand(run: Run, tiny: TinyLlama, folder: Path
     assert run("zzz")[:2] == (0, expected_text(tiny, "zzz", named))
     (folder / "chat_template.jinja").write_text(file)  # goes before
     assert run("zzz")[:2] == (0, expected_text(tiny, "zzz", file))
+
+
+def test_files_that_begin_with_a_byte_order_mark_and_end_lines_in_two_characters(
+    run: Run, tiny: TinyLlama, folder: Path
+) -> None:
+    (folder / "chat_template.jinja").write_text("{% if true %}\n{{ messages[0].content }} world{% endif %}\n")
+    for path in [*folder.glob("*.json"), folder / "chat_template.jinja"]:
+        text = json.dumps(json.loads(path.read_text()), indent=1) if path.suffix == ".json" else path.read_text()
+        path.write_bytes(codecs.BOM_UTF8 + text.replace("\n", "\r\n").encode())
+    assert run("zzz")[:2] == (0, expected_text(tiny, "zzz", "{{ messages[0].content }} world"))
 
 
 def test_a_folders_tokenizer_adds_its_bos_to_plain_text_alone(run: Run, tiny: TinyLlama, folder: Path) -> None:
@@ -321,6 +332,10 @@ def latin_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_bytes("café".encode("latin-1"))
 
 
+def wide_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("x", encoding="utf-16")
+
+
 def bad_json(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{")
 
@@ -359,6 +374,7 @@ def no_config(folder: Path) -> None:
         (nameless_template, r"tokenizer_config\.json: expected chat_template to be .* got \['x'\]"),
         (template_without_text, r"tokenizer_config\.json: expected chat_template to be .* got \[{'name': 'default'}\]"),
         (latin_template, r"chat_template\.jinja: expected UTF-8 text, got .* byte 0xe9"),
+        (wide_template, r"chat_template\.jinja: expected UTF-8 text, got UTF-16, by its byte order mark"),
         (bad_json, r"generation_config\.json: expected JSON, got"),
         (no_config, r"No such file or directory: '.*config\.json'"),
     ],
