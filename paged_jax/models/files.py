@@ -42,3 +42,8 @@ def read_object(path: Path, error: type[ValueError] = ValueError) -> dict[str, A
     if not isinstance(found, dict):
         raise error(f"{path}: expected a JSON object, got {found!r:.60}")
     return found
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON object that a folder may have; empty if it has none. Raises ValueError as `read_object`."""
+    return read_object(path) if path.is_file() else {}

@@ -342,7 +342,10 @@ REFUSED = {
     "rope size": ({"partial_rotary_factor": 0.2}, "rope: expected an even number .* got 3"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "not quantised, got quantization_config 'gptq'"),
     "activation": ({"hidden_act": "relu"}, "activation to be one of silu, gelu_pytorch_tanh, got 'relu'"),
-    "bidirectional": ({"use_bidirectional_attention": True}, "expected causal attention"),
+    "bidirectional": (
+        {"use_bidirectional_attention": True},
+        "expected a model with use_bidirectional_attention = False, got True",
+    ),
     "missing": ({"hidden_size": None}, "hidden_size to be a whole number of at least 1, got None"),
     "size": ({"num_hidden_layers": "3"}, "num_hidden_layers to be a whole number of at least 1, got '3'"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers to be a whole number of at least 1, got 0"),
