@@ -39,7 +39,7 @@ GENERATION: dict[str, str | Only] = {
     **_all(Only([1]), "typical_p", "top_h"),
     **_all(_BEAMS, "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping", "low_memory"),
     **_all(_CALLER, "max_length", "max_new_tokens"),
-    **_all("a scale of all logits alike", "renormalize_logits"),
+    **_all("what the choice of a token does anyway", "renormalize_logits"),
     **_all("sequences begin as their prompts do", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
     **_all(_CACHE, "use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache"),
     **_all(_CACHE, "prefill_chunk_size", "compile_config", "disable_compile", "continuous_batching_config"),
@@ -92,6 +92,7 @@ ROPE: dict[str, str | Only] = {
     **_all(APPLIED, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     **_all(APPLIED, "short_factor", "long_factor"),
     **_all(_TRAINING, "finetuned"),
+    **_all("of images: a token of text has one position", "mrope_section"),
 }
 
 TOKENIZER: dict[str, str | Only] = {
