@@ -10,7 +10,11 @@ from typing import Any
 
 APPLIED = "applied"
 _TRAINING, _OUTPUT, _NAME = "training", "what transformers hands back besides tokens", "about the file"
-_CACHE, _DRAFTS, _BEAMS = "how transformers keeps K and V", "another way to the same tokens", "beam search: num_beams"
+_CACHE, _DRAFTS, _BEAMS = (
+    "how transformers keeps K and V and attends",
+    "another way to the same tokens",
+    "beam search: num_beams",
+)
 _CALLER, _PADDING = "for who generates to say", "padding and truncation, of which there are none here"
 
 
@@ -80,7 +84,10 @@ CONFIG: dict[str, str | Only] = {
     **_all("num_experts_per_tok and original_max_position_embeddings again", "initial_context_length"),
     **_all("the dtype is the caller's", "dtype", "torch_dtype"),
     **_all(_OUTPUT, "return_dict", "use_return_dict", "torchscript"),
-    **_all(_CACHE, "is_decoder", "_attn_implementation", "_attn_implementation_autoset", "kv_cache_dtype"),
+    **_all(
+        _CACHE, "is_decoder", "attn_implementation", "_attn_implementation", "_flash_attn_2_enabled", "use_flash_attn"
+    ),
+    **_all(_CACHE, "_attn_implementation_autoset", "kv_cache_dtype"),
     **_all(_NAME, "_name_or_path", "architectures", "auto_map", "model_name", "is_llama_config"),
     **_all(_NAME, "transformers.js_config", "unsloth_version", "unsloth_fixed", "task_specific_params"),
     **_all(_NAME, "max_sequence_length", "model_max_length", "prefix", "sep_token_id", "cross_attention_hidden_size"),
@@ -101,13 +108,14 @@ TOKENIZER: dict[str, str | Only] = {
     **_all("tokenizer.json says it", "add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "do_lower_case"),
     **_all("tokenizer.json says it", "unk_id", "errors", "sp_model_kwargs", "vocab_file", "merges_file"),
     **_all("tokenizer.json says it", "tokenizer_file", "special_tokens_map_file", "model_specific_special_tokens"),
-    **_all("decoding leaves spaces as they are", "clean_up_tokenization_spaces", "spaces_between_special_tokens"),
+    **_all("of BPE the spaces are left as they are", "clean_up_tokenization_spaces", "spaces_between_special_tokens"),
+    **_all(Only([False]), "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"),
     **_all("the template says it", "use_default_system_prompt", "chat_control_tokens"),
     **_all(_PADDING, "padding_side", "truncation_side", "max_length", "stride", "truncation_strategy"),
     **_all(_PADDING, "pad_to_multiple_of", "pad_token_type_id", "model_max_length", "max_len"),
     **_all(_OUTPUT, "model_input_names", "response_schema", "response_template", "return_token_type_ids"),
     **_all(_NAME, "name_or_path", "processor_class", "auto_map", "backend", "is_local", "local_files_only", "use_fast"),
-    **_all(_NAME, "verbose", "init_inputs", "trust_remote_code", "clean_up_tokenization_spaces_for_bpe"),
+    **_all(_NAME, "verbose", "init_inputs", "trust_remote_code", "from_slow", "_commit_hash"),
     "fast_tokenizer_files": Only([["tokenizer.json"], []]),
 }
 

@@ -28,7 +28,7 @@ class Pretrained:
     end_tokens: frozenset[int]  # generation stops at any of these
     sampler: Sampler | None = None  # how its makers sample; None: greedy, or they do not say
     notes: tuple[str, ...] = ()  # what of the files has no effect here though it has elsewhere: a line for each
-    opened_text: Text | None = None  # a folder's, whose tokenizer names an end token
+    opened_text: Text | None = None  # of a folder with a tokenizer, which names an end token and so is read first
 
     def text(self) -> Text:
         """Its tokenizer; token ids work without one.

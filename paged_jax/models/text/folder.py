@@ -72,10 +72,8 @@ def folder_text(folder: Path, config: Mapping[str, Any]) -> Text:
         "pad_token": padding and _token("pad_token", padding["pad_token"]),
         **_class_tokens(settings, config, tokenizer),
     }
-    found, others = _special_tokens(folder, settings)
-    found = default | found
-    ordered = [*_NAMED, *(name for name in found if name not in _NAMED)]  # in which new ones get their ids
-    named = {name: token for name in ordered if (token := found.get(name)) is not None}
+    named, others = _special_tokens(folder, settings)
+    named = _in_order(default | named)
     special = [*named.values(), *others]
     _complete(tokenizer, _added_tokens(folder, settings, {token.content for token in special}), special)
     tokenizer.encode_special_tokens = settings.get("split_special_tokens") is True
@@ -124,6 +122,12 @@ def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str
     return first | {name: token for name, token in second.items() if name not in own}, unnamed or more
 
 
+def _in_order(tokens: Mapping[str, AddedToken | None]) -> dict[str, AddedToken]:
+    """Those that there are, in the order in which new ones get their ids."""
+    names = [*_NAMED, *(name for name in tokens if name not in _NAMED)]
+    return {name: token for name in names if (token := tokens.get(name)) is not None}
+
+
 def _named_tokens(fields: Mapping[str, Any]) -> dict[str, AddedToken | None]:
     extra = fields.get("extra_special_tokens")
     fields = {**fields, **extra} if isinstance(extra, Mapping) else fields
@@ -167,9 +171,9 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any], special: Collection
 
 def _complete(tokenizer: Tokenizer, added: list[AddedToken], special: list[AddedToken]) -> None:
     """Adds what the tokenizer lacks, and takes over how `added` says that a token is found in a text."""
-    known = tokenizer.get_added_tokens_decoder().values()
-    lacking = [token for token in added if repr(token) not in set(map(repr, known))]
-    texts = {token.content for token in (*known, *lacking)}
+    known = {repr(token): token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    lacking = [token for token in added if repr(token) not in known]
+    texts = {*known.values(), *(token.content for token in lacking)}
     names = {token.content for token in special}
     lacking += {repr(token): token for token in special if token.content not in texts}.values()
     for token in lacking:

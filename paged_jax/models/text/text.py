@@ -27,6 +27,8 @@ class Text:
     def encode(self, text: str, *, is_raw: bool) -> list[int]:
         """The prompt of one turn of a chat, or of plain text that is to be continued.
 
+        Plain text that is written with a bos gets another if the model wants one, as in transformers and llama.cpp.
+
         Raises:
             ValueError: the model has no chat template, or one that fails, or no bos token though it wants one.
         """

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_llama import NAMES, TEMPLATE, TinyLlama
 
 from paged_jax.cli import generate
+from paged_jax.models import load
 from paged_jax.models.text.chat import ChatTemplate, render_chat
 
 INDEX, SHARD = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
@@ -146,6 +147,22 @@ def test_generation_config_says_how_to_sample_and_arguments_say_it_again(
     assert run("zzz", "--top-k", "1")[:2] == (0, greedy)
     change(folder / "generation_config.json", do_sample=False)
     assert run("zzz")[:2] == (0, greedy)
+
+
+def test_settings_that_have_no_effect_here_are_named(run: Run, tiny: TinyLlama, folder: Path) -> None:
+    change(folder / "generation_config.json", repetition_penalty=1.1, top_k=50.0)
+    status, out, err = run("zzz")
+    assert (status, out) == (0, expected_text(tiny, "zzz"))
+    assert "generation_config.json: not applied: repetition_penalty = 1.1" in err
+    with pytest.warns(UserWarning, match="not applied: repetition_penalty = 1.1"):
+        assert load(folder).sampling is None
+
+
+def test_a_scaled_rotation_makes_room_for_longer_prompts(run: Run, folder: Path) -> None:
+    arguments = ("--token-ids", ids([7] * 250))
+    assert run(*arguments)[0] == 2
+    change(folder / "config.json", rope_scaling={"type": "linear", "factor": 2.0})
+    assert run(*arguments)[0] == 0
 
 
 # --- Token ids
