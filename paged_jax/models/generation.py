@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax.models.files import naming, read_settings
-from paged_jax.models.keys import GENERATION, RANDOM_ONLY, not_harmless, note, unknown
+from paged_jax.models.keys_json import GENERATION, RANDOM_ONLY, not_harmless, note, unknown
 from paged_jax.models.weights.config_json import CONFIG_FILE, end_tokens
 from paged_jax.sampling import Sampler
 

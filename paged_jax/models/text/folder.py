@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from paged_jax.models.files import naming, read_settings, read_text
-from paged_jax.models.keys import TOKENIZER, not_harmless, note, unknown
+from paged_jax.models.keys_json import TOKENIZER, not_harmless, note, unknown
 from paged_jax.models.text.chat import ChatTemplate
 from paged_jax.models.text.text import Text
 

@@ -24,7 +24,7 @@ from paged_jax.models.config import (
     is_token_id,
 )
 from paged_jax.models.files import naming, read_object
-from paged_jax.models.keys import CONFIG, ROPE, not_harmless, note, unknown
+from paged_jax.models.keys_json import CONFIG, ROPE, not_harmless, note, unknown
 from paged_jax.models.weights.families import DEFAULTS, FAMILIES, Family
 
 CONFIG_FILE = "config.json"

@@ -52,7 +52,7 @@ def tensor_notes(path: Path, tensors: Collection[str]) -> tuple[str, ...]:
     """A line that names what a multimodal model's files hold besides the decoder; none if there is nothing."""
     parts = Counter(match[2] for name in tensors if (match := _IMAGES.search(name)))
     said = ", ".join(f"{count} tensors of {part}" for part, count in sorted(parts.items()))
-    return (f"{path}: not applied: {said}",) if parts else ()
+    return (f"{path}: without effect here: {said}",) if parts else ()
 
 
 # --- The tables -------------------------------------------------------------------------------------------------------

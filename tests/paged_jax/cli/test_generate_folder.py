@@ -153,8 +153,8 @@ def test_settings_that_have_no_effect_here_are_named(run: Run, tiny: TinyLlama, 
     change(folder / "generation_config.json", repetition_penalty=1.1, top_k=50.0)
     status, out, err = run("zzz")
     assert (status, out) == (0, expected_text(tiny, "zzz"))
-    assert "generation_config.json: not applied: repetition_penalty = 1.1" in err
-    with pytest.warns(UserWarning, match="not applied: repetition_penalty = 1.1"):
+    assert "generation_config.json: without effect here: repetition_penalty = 1.1" in err
+    with pytest.warns(UserWarning, match="without effect here: repetition_penalty = 1.1"):
         assert load(folder).sampling is None
 
 

@@ -50,10 +50,10 @@ def test_every_file_has_its_note(tmp_path: Path) -> None:
     }
     images = ("vision_tower.a", "model.vision_tower.b", "multi_modal_projector.c")
     assert opened(tmp_path, files, "model.norm.weight", *images).notes == (
-        f"{tmp_path}/config.json: not applied: residual_multiplier = 0.2",
-        f"{tmp_path}/generation_config.json: not applied: repetition_penalty = 1.1",
-        f"{tmp_path}: not applied: 1 tensors of multi_modal_projector, 2 tensors of vision_tower",
-        f"{tmp_path}/tokenizer_config.json: not applied: odd = 1",
+        f"{tmp_path}/config.json: without effect here: residual_multiplier = 0.2",
+        f"{tmp_path}/generation_config.json: without effect here: repetition_penalty = 1.1",
+        f"{tmp_path}: without effect here: 1 tensors of multi_modal_projector, 2 tensors of vision_tower",
+        f"{tmp_path}/tokenizer_config.json: without effect here: odd = 1",
     )
 
 

@@ -70,7 +70,7 @@ def test_keys_that_have_no_effect_here_are_named(tmp_path: Path) -> None:
     more = {"fast_tokenizer_files": ["tokenizer.4.0.json"], "odd": 1, "odd_token": 2, "none": None}
     (said,) = tokenizer_notes(save_files(tmp_path, {"tokenizer_config.json": known | more}))
     assert said.endswith(
-        "config.json: not applied: fast_tokenizer_files = ['tokenizer.4.0.json'], odd = 1, odd_token = 2"
+        "config.json: without effect here: fast_tokenizer_files = ['tokenizer.4.0.json'], odd = 1, odd_token = 2"
     )
 
 

@@ -135,4 +135,4 @@ def unknown(table: Mapping[str, str | Only], fields: Mapping[str, Any]) -> Itera
 def note(place: Any, fields: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
     """One line that names keys and their values; none if there are none."""
     said = ", ".join(f"{name} = {fields[name]!r:.60}" for name in names)
-    return (f"{place}: not applied: {said}",) if said else ()
+    return (f"{place}: without effect here: {said}",) if said else ()

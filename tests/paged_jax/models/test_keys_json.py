@@ -11,7 +11,7 @@ import pytest
 from paged_jax.layers import RopeConfig
 from paged_jax.models.config import ConfigError
 from paged_jax.models.generation import read_generation
-from paged_jax.models.keys import CONFIG, GENERATION, RANDOM_ONLY, ROPE, TOKENIZER, Only
+from paged_jax.models.keys_json import CONFIG, GENERATION, RANDOM_ONLY, ROPE, TOKENIZER, Only
 from paged_jax.models.weights.config_json import config_notes, model_config
 from paged_jax.models.weights.families import DEFAULTS, FAMILIES
 
@@ -33,7 +33,9 @@ def test_sampling_that_is_not_here_is_named(tmp_path: Path) -> None:
     found = generation(tmp_path, settings)
     assert found.sampler is not None
     assert (found.sampler.temperature, found.sampler.top_k) == (0.7, 20)
-    assert found.notes == (f"{tmp_path}/generation_config.json: not applied: repetition_penalty = 1.1, odd = [1]",)
+    assert found.notes == (
+        f"{tmp_path}/generation_config.json: without effect here: repetition_penalty = 1.1, odd = [1]",
+    )
 
 
 @pytest.mark.parametrize("key", [key for key, what in GENERATION.items() if isinstance(what, Only)])
@@ -41,7 +43,7 @@ def test_a_value_that_has_no_effect_is_fine_and_any_other_is_named(key: str, tmp
     for value in (None, *GENERATION[key]):
         assert generation(tmp_path, {"do_sample": True, key: value}).notes == ()
     (said,) = generation(tmp_path, {"do_sample": True, key: 7}).notes
-    assert said.endswith(f"generation_config.json: not applied: {key} = 7")
+    assert said.endswith(f"generation_config.json: without effect here: {key} = 7")
     assert generation(tmp_path, {key: 7}).notes == (() if key in RANDOM_ONLY else (said,))
 
 
@@ -59,7 +61,7 @@ def test_without_the_file_its_keys_may_stand_in_config_json(tmp_path: Path) -> N
     found = generation(tmp_path, None, **in_config)
     assert found.sampler is not None
     assert (found.sampler.top_p, found.end_tokens) == (0.5, (5,))
-    assert found.notes == (f"{tmp_path}/config.json: not applied: repetition_penalty = 1.1",)
+    assert found.notes == (f"{tmp_path}/config.json: without effect here: repetition_penalty = 1.1",)
     beside = generation(tmp_path, {"eos_token_id": [6]}, **in_config)
     assert (beside.sampler, beside.end_tokens, beside.notes) == (None, (6,), ())
 
@@ -78,11 +80,11 @@ def test_a_feature_that_is_not_here_is_refused_by_name(key: str) -> None:
 def test_unknown_keys_are_named_in_one_note() -> None:
     scaling = {"type": "linear", "factor": 2.0, "strange": [1]}
     fields = LLAMA | {"rope_scaling": scaling, "residual_multiplier": 0.2, "none": None, "initializer_range": 0.02}
-    said = "config.json: not applied: residual_multiplier = 0.2, rope_scaling.strange = [1]"
+    said = "config.json: without effect here: residual_multiplier = 0.2, rope_scaling.strange = [1]"
     assert config_notes(Path("x"), fields) == (f"x/{said}",)
     text = {"odd": 1, "rope_parameters": {"full_attention": {"strange": 2}, "sliding_attention": {}}}
     (said,) = config_notes(Path("x"), {"model_type": "gemma3", "text_config": text, "vision_config": {"any": 1}})
-    assert said.endswith("not applied: odd = 1, rope_parameters.strange = 2")
+    assert said.endswith("without effect here: odd = 1, rope_parameters.strange = 2")
 
 
 def test_the_tables_have_what_the_readers_read() -> None:
