@@ -129,15 +129,9 @@ def _in_order(tokens: Mapping[str, AddedToken | None]) -> dict[str, AddedToken]:
 
 
 def _named_tokens(fields: Mapping[str, Any]) -> dict[str, AddedToken | None]:
-    extra = fields.get("extra_special_tokens")
-    fields = {**fields, **extra} if isinstance(extra, Mapping) else fields
-    names = {name for name, token in fields.items() if _is_special(name, token)}
-    names |= extra.keys() if isinstance(extra, Mapping) else set()
-    return {
-        name: None if fields[name] is None else _token(name, fields[name], special=True)
-        for name in fields
-        if name in names
-    }
+    named, extra = {key: token for key, token in fields.items() if _is_special(key, token)}, "extra_special_tokens"
+    named |= fields[extra] if isinstance(fields.get(extra), Mapping) else {}  # a list there has no names
+    return {name: None if token is None else _token(name, token, special=True) for name, token in named.items()}
 
 
 def _is_special(name: str, token: Any) -> bool:
