@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int32
 
 from paged_jax import BlockTable, PagedCache, PagedStep, decode
 from paged_jax.layers import PagedAttention, RopeConfig
+from paged_jax.models.text.special_ids import special_ids
 from paged_jax.models.text.text import gguf_text
-from paged_jax.models.text.tokenizer import special_ids
 from paged_jax.models.weights.fetch import FetchError, fetch_smollm2
 from paged_jax.models.weights.gguf import GGUFFile, open_gguf
 

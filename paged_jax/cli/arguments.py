@@ -1,9 +1,7 @@
-"""What the commands take on their command line, and the prompts that it names."""
+"""What the commands take on their command line."""
 
 import argparse
 import math
-import sys
-from pathlib import Path
 
 from paged_jax import __version__
 from paged_jax.cache_check import DTYPES
@@ -159,28 +157,3 @@ def probability(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1, got {text!r}")
     return value
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts from the command line, then the file's lines.
-
-    Raises:
-        ValueError: there are none, or one is empty or not UTF-8.
-    """
-    prompts = list(args.prompts)
-    if args.file is not None:
-        try:
-            text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as problem:
-            raise ValueError(f"--file {args.file}: expected UTF-8 text, got {problem}") from problem
-        prompts += [line for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise ValueError('expected a prompt, as an argument ("What is gravity?") or in a --file, got none')
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt.strip():
-            raise ValueError(f"prompt {number}: expected some text, got {prompt!r}")
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as problem:  # bytes of another encoding, as the command line hands them over
-            raise ValueError(f"prompt {number}: expected UTF-8 text, got {prompt!r}") from problem
-    return prompts

@@ -20,9 +20,10 @@ from rich.progress import track
 from paged_jax import sharding
 from paged_jax.block_table import BlockTable
 from paged_jax.cache import PagedCache
-from paged_jax.cli.arguments import choose_sampler, read_prompts
+from paged_jax.cli.arguments import choose_sampler
 from paged_jax.cli.batch import answer
 from paged_jax.cli.pool import plan_pool
+from paged_jax.cli.prompts import read_prompts
 from paged_jax.cli.report import DenseMismatch, compare
 from paged_jax.cli.stream import IdPieces, OrderedStream, Pieces
 from paged_jax.decode import OutOfPages
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace, notes: Console) -> None:
     if args.model is None:
         choose_sampler(args, None)  # the default model's files say nothing of it: refused before they are fetched
     pretrained = open_pretrained(args.model or fetch_smollm2())
+    for note in pretrained.notes:
+        notes.print(f"note: {note}", markup=False, soft_wrap=True)
     prompts, titles, new_pieces = encode(args, pretrained, texts)
     sampler = choose_sampler(args, pretrained.sampler)
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

@@ -68,7 +68,7 @@ class ModelConfig:
     vocab_size: int
     num_layers: int
     width: int
-    max_length: int  # positions the model was trained for
+    max_length: int  # positions a row may have: those trained for, or that scaled rotations reach
     attention: AttentionConfig
     mlp: MLPConfig
     norm: NormConfig

@@ -1,5 +1,6 @@
-"""Small files of a model: text and JSON objects, and errors that name the file they are about."""
+"""Small files of a model, as other programs write them: text, JSON objects, and errors that name the file."""
 
+import codecs
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +17,19 @@ def naming(path: Path, error: type[ValueError] = ValueError) -> Iterator[None]:
         raise error(f"{path}: {problem}") from problem
 
 
+def decode_text(data: bytes, place: str, error: type[ValueError] = ValueError) -> str:
+    """The text of UTF-8, without the byte order mark that some programs put first. Raises `error` at anything else."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise error(f"{place}: expected UTF-8 text, got UTF-16, by its byte order mark")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise error(f"{place}: expected UTF-8 text, got {problem}") from problem
+
+
 def read_text(path: Path, error: type[ValueError] = ValueError) -> str:
     """Raises `error` if the file is not UTF-8, OSError if it is not there."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise error(f"{path}: expected UTF-8 text, got {problem}") from problem
+    return decode_text(path.read_bytes(), str(path), error)
 
 
 def read_object(path: Path, error: type[ValueError] = ValueError) -> dict[str, Any]:
@@ -34,3 +42,8 @@ def read_object(path: Path, error: type[ValueError] = ValueError) -> dict[str, A
     if not isinstance(found, dict):
         raise error(f"{path}: expected a JSON object, got {found!r:.60}")
     return found
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON object that a folder may have; empty if it has none. Raises ValueError as `read_object`."""
+    return read_object(path) if path.is_file() else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -94,12 +95,17 @@ def load(
         ValueError: the files are damaged, contradict each other, or are of a model that the decoder lacks: the message
             names file, expected and got; `device` beside `mesh`, axes without a mesh, or a mesh that does not fit.
         FetchError: the default model could not be fetched.
+
+    Warns:
+        UserWarning: the files ask for something that has no effect here (`Pretrained.notes`).
     """
     if mesh is None and (heads is not None or rows is not None):
         raise ValueError(f"mesh: expected a mesh with axes {heads!r} and {rows!r}, got None")
     if mesh is not None and device is not None:
         raise ValueError(f"device: expected None beside a mesh, got {device!r}")
     pretrained = open_pretrained(fetch_smollm2() if path is None else path)
+    for note in pretrained.notes:
+        warnings.warn(note, stacklevel=2)
     split = None if mesh is None else Split(mesh, heads=heads, rows=rows)
     network = Network(pretrained.config, scan_layers, split)
     if dtype is None:

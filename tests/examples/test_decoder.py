@@ -9,8 +9,8 @@ from tiny_llama import TinyLlama, tiny_llama
 
 from examples import decoder
 from paged_jax import BlockTable, PagedCache, decode, models
+from paged_jax.models.text.special_ids import special_ids
 from paged_jax.models.text.text import gguf_text
-from paged_jax.models.text.tokenizer import special_ids
 from paged_jax.models.weights.gguf import open_gguf
 
 QUESTION = "What is gravity? Answer in one sentence."

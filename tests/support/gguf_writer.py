@@ -14,9 +14,13 @@ TYPE_IDS = {
     "Q5_0": 6,
     "Q5_1": 7,
     "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
     "Q4_K": 12,
     "Q5_K": 13,
     "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
     "BF16": 30,
 }
 
@@ -30,9 +34,13 @@ BLOCKS = {
     "Q5_0": (32, 22, (0,)),
     "Q5_1": (32, 24, (0, 2)),
     "Q8_0": (32, 34, (0,)),
+    "Q2_K": (256, 84, (80, 82)),
+    "Q3_K": (256, 110, (108,)),
     "Q4_K": (256, 144, (0, 2)),
     "Q5_K": (256, 176, (0, 2)),
     "Q6_K": (256, 210, (208,)),
+    "IQ4_NL": (32, 18, (0,)),
+    "IQ4_XS": (256, 136, (0,)),
 }
 
 _KINDS = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12}
@@ -91,3 +99,9 @@ def random_blocks(kind: str, count: int, seed: int = 0) -> bytes:
     if kind == "BF16":
         blocks[:, 1] = blocks[:, 1] & 0x80 | 0x3F  # magnitudes around 1
     return blocks.tobytes()
+
+
+def all_types_tensors(values: int = 256 * 6) -> list[Tensor]:
+    """One tensor of each type."""
+    shape = (2, values // 2) if values // 2 % 256 == 0 else (values,)
+    return [(f"{kind}.weight", shape, kind, random_blocks(kind, values // BLOCKS[kind][0])) for kind in TYPE_IDS]

@@ -1,7 +1,7 @@
 """Read a Hugging Face folder's safetensors files, one or many: every tensor's shape at once, the data one at a time.
 
-model.safetensors                  all tensors, or
-model.safetensors.index.json       {"weight_map": {tensor: file}}, and the files that it names
+model.safetensors.index.json       {"weight_map": {tensor: file}}, and the files that it names; or, if there is none,
+model.safetensors                  all tensors
 """
 
 import os
@@ -76,9 +76,9 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: no such files, or they are damaged, or are not the ones that the index names.
     """
     folder = Path(folder)
-    if (folder / _SINGLE).is_file():
-        return Checkpoint(folder, _stored_tensors(folder / _SINGLE))
-    if not (folder / _INDEX).is_file():
+    if not (folder / _INDEX).is_file():  # which goes before: a single file beside it may be one of its shards
+        if (folder / _SINGLE).is_file():
+            return Checkpoint(folder, _stored_tensors(folder / _SINGLE))
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
         raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}, got {found}")
     weight_map = _read_weight_map(folder / _INDEX)

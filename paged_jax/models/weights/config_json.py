@@ -24,11 +24,19 @@ from paged_jax.models.config import (
     is_token_id,
 )
 from paged_jax.models.files import naming, read_object
+from paged_jax.models.keys_json import CONFIG, ROPE, not_harmless, note, unknown
 from paged_jax.models.weights.families import DEFAULTS, FAMILIES, Family
 
+CONFIG_FILE = "config.json"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_PLACES = ("rope_parameters", "rope_scaling")
+_ALIASES = {"num_experts": "num_local_experts", "_sliding_window_pattern": "sliding_window_pattern"}
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """What `folder`'s config.json holds. Raises as `read_config`."""
+    return read_object(Path(folder) / CONFIG_FILE, ConfigError)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -38,10 +46,21 @@ def read_config(folder: Path) -> ModelConfig:
         FileNotFoundError: there is no such file.
         ConfigError: it is no JSON object, or describes a model that the decoder lacks.
     """
-    path = Path(folder) / "config.json"
-    fields = read_object(path, ConfigError)
-    with naming(path, ConfigError):
+    fields = read_fields(folder)
+    with naming(Path(folder) / CONFIG_FILE, ConfigError):
         return model_config(fields)
+
+
+def config_notes(folder: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """A line that names the fields of a config.json which nobody here knows; none if there are none."""
+    fields = {**given, **_mapping(given, "text_config")}
+    strange = list(unknown(CONFIG, fields))
+    for place in _ROPE_PLACES:
+        kinds = _mapping(fields, place)
+        nested = [kind for kind in kinds.values() if isinstance(kind, Mapping)] or [kinds]
+        found = {f"{place}.{key}": kind[key] for kind in nested for key in unknown(ROPE, kind)}
+        fields, strange = fields | found, strange + list(found)
+    return note(folder / CONFIG_FILE, fields, strange)
 
 
 def model_config(given: Mapping[str, Any]) -> ModelConfig:
@@ -52,8 +71,8 @@ def model_config(given: Mapping[str, Any]) -> ModelConfig:
     if quantisation := _mapping(fields, "quantization_config"):
         method = quantisation.get("quant_method", dict(quantisation))
         raise ConfigError(f"expected weights that are not quantised, got quantization_config {method!r}")
-    if fields.get("use_bidirectional_attention"):
-        raise ConfigError("expected causal attention, got use_bidirectional_attention = true")
+    for key, harmless in not_harmless(CONFIG, given):
+        raise ConfigError(f"expected a model with {key} = {harmless[0]!r}, got {given[key]!r:.60}")
     attention = _attention(family, fields)
     rope, window_rope = _ropes(fields, attention.head_dim)
     width = _size(fields, "hidden_size")
@@ -62,7 +81,7 @@ def model_config(given: Mapping[str, Any]) -> ModelConfig:
         vocab_size=_size(fields, "vocab_size"),
         num_layers=_size(fields, "num_hidden_layers"),
         width=width,
-        max_length=_size(fields, "max_position_embeddings"),
+        max_length=_max_length(name, fields, rope),
         attention=attention,
         mlp=_mlp(name, fields),
         norm=NormConfig(_real(fields, "rms_norm_eps"), family.norms_after),
@@ -78,16 +97,21 @@ def model_config(given: Mapping[str, Any]) -> ModelConfig:
 
 def _text_fields(given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The family's name and the fields of its text decoder, which a multimodal file nests."""
+    given = _renamed(given)
     name = given.get("model_type")
     if name == "gemma3":
         if not isinstance(given.get("text_config"), Mapping):
             raise ConfigError(f"expected text_config to be an object, got {given.get('text_config')!r}")
         outer = {key: given[key] for key in ("eos_token_id", "tie_word_embeddings") if key in given}
-        return "gemma3", outer | dict(given["text_config"])
+        return "gemma3", outer | _renamed(given["text_config"])
     name = "gemma3" if name == "gemma3_text" else name
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"expected model_type to be one of {', '.join(FAMILIES)}, got {name!r}")
     return name, given
+
+
+def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {_ALIASES.get(key, key): value for key, value in given.items()}
 
 
 def _attention(family: Family, fields: Mapping[str, Any]) -> AttentionConfig:
@@ -175,6 +199,21 @@ def _ropes(fields: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeCo
     except (NotImplementedError, ValueError) as problem:
         raise ConfigError(f"rope: {problem}") from problem
     return ropes
+
+
+def _max_length(family: str, fields: Mapping[str, Any], rope: RopeConfig) -> int:
+    """The positions that the model may read, which a scaled rotation can make more than max_position_embeddings.
+
+    That field is the lengthened context in files of llama3 and longrope rotations, and in Gemma 3's linear ones. Files
+    of the others may have it either way: for yarn, original_max_position_embeddings · factor positions are meant, and
+    for linear max_position_embeddings · factor unless original_max_position_embeddings says what the factor is of. The
+    result is never less than max_position_embeddings, so that a length is not multiplied twice. (The rule is vLLM's,
+    which takes yarn's product even where it is less.)
+    """
+    longest = _size(fields, "max_position_embeddings")
+    if rope.rope_type not in ("linear", "yarn") or rope.factor is None or family == "gemma3":
+        return longest
+    return min(max(longest, round((rope.original_max_position_embeddings or longest) * rope.factor)), 2**31 - 1)
 
 
 def end_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:

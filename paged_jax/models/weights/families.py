@@ -55,9 +55,9 @@ _GEMMA2 = _GEMMA | {
     "sliding_window_pattern": 2,
 }
 FAMILIES = {
-    "llama": Family({"max_position_embeddings": 2048}),
+    "llama": Family({"max_position_embeddings": 2048, "eos_token_id": 2}),
     "mistral": Family(
-        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072, "eos_token_id": 2},
         windowed="always",
         biases=(False, False),
     ),
@@ -86,7 +86,12 @@ FAMILIES = {
         scales_embeddings=True,
     ),
     "phi3": Family(
-        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32_000,
+        },
         windowed="always",
         biases=(False, False),
     ),

@@ -7,18 +7,22 @@ The file is mapped, not loaded. Its layout, little endian throughout:
 Every size in the header is checked against the bytes that are really there before anything is allocated for it.
 """
 
+import dataclasses
 import math
 import mmap
 import os
+import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
+from paged_jax.models.weights.gguf_types import GGML_TYPES, PACKINGS
 from paged_jax.models.weights.host_arrays import aligned_empty
+
+_CHUNK = 1 << 18  # weights dequantised at once: temporaries stay in the processor's cache
 
 
 class GGUFError(ValueError):
@@ -31,6 +35,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # in numpy's order, the reverse of GGUF's
     ggml_type: str  # GGML's name, such as "Q4_1"
     offset: int  # of the first byte, from the start of the file
+    part: int = 0  # which file of a split one it is in
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +43,7 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]  # arrays of numbers are numpy arrays, arrays of strings are lists
     tensors: dict[str, TensorInfo]
-    _data: mmap.mmap = field(repr=False)
+    _data: tuple[mmap.mmap, ...] = field(repr=False)  # one, or the parts of a split file
     layout: ClassVar = "gguf"
 
     def check_type(self, name: str) -> None:
@@ -58,7 +63,8 @@ class GGUFFile:
         info = self.tensors[name]
         packing = PACKINGS[info.ggml_type]
         count = math.prod(info.shape) // packing.values
-        blocks = np.frombuffer(self._data, packing.block, count, info.offset)
+        data = self._data[info.part]
+        blocks = np.frombuffer(data, packing.block, count, info.offset)
         values = aligned_empty((count, packing.values), dtype)
         # A damaged scale may be inf or NaN, and a weight too large for `dtype`: both are read without numpy's warnings.
         with np.errstate(invalid="ignore", over="ignore"):
@@ -66,13 +72,58 @@ class GGUFFile:
                 chunk = slice(start, start + _CHUNK // packing.values)
                 values[chunk] = packing.unpack(blocks[chunk]).reshape(-1, packing.values)
         if hasattr(mmap, "MADV_DONTNEED"):  # what was read of the file need not stay in memory beside the weights
-            self._data.madvise(mmap.MADV_DONTNEED)
+            data.madvise(mmap.MADV_DONTNEED)
         return values.reshape(info.shape)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map the file and read its header; the tensors' bytes stay on disk until they are asked for."""
+    """Map the file and read its header; the tensors' bytes stay on disk until they are asked for.
+
+    Any part of a split file stands for the whole: the others are expected beside it.
+    """
     path = Path(path)
+    header, metadata, tensors = _read_header(path)
+    count = _split_number(header, metadata, "split.count", 1)
+    return GGUFFile(path, metadata, tensors, (header.data,)) if count < 2 else _join(path, count)
+
+
+def _join(path: Path, count: int) -> GGUFFile:
+    """The parts' metadata is the first one's: the others hold tensors alone."""
+    name = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
+    if name is None or int(name[3]) != count:
+        raise GGUFError(
+            f"{path}: expected a part of a split file, of {count} files, to be named like "
+            f"model-00001-of-{count:05}.gguf, got another name"
+        )
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, TensorInfo] = {}
+    data = []
+    for part in range(count):
+        place = path.with_name(f"{name[1]}{part + 1:05}{name[2]}")
+        if not place.is_file():
+            raise GGUFError(f"{path}: expected the {count} files of a split one beside each other, got no {place.name}")
+        header, keys, infos = _read_header(place)
+        got = tuple(_split_number(header, keys, key, None) for key in ("split.no", "split.count"))
+        if got != (part, count):
+            raise GGUFError(f"{place}: expected split.no and split.count to be {part} and {count}, got {got}")
+        if twice := tensors.keys() & infos.keys():
+            raise GGUFError(f"{place}: expected every tensor in one file of a split one, got {min(twice)!r} again")
+        tensors |= {tensor: dataclasses.replace(info, part=part) for tensor, info in infos.items()}
+        metadata, data = metadata or keys, [*data, header.data]
+    total = metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise GGUFError(f"{path}: expected {total!r} tensors in the files of a split one, got {len(tensors)}")
+    return GGUFFile(path, metadata, tensors, tuple(data))
+
+
+def _split_number(header: "_Header", metadata: dict[str, Any], key: str, default: int | None) -> int:
+    number = metadata.get(key, default)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise GGUFError(f"{header.path}: expected {key} to be a number, got {number!r:.60}")
+    return number
+
+
+def _read_header(path: Path) -> tuple["_Header", dict[str, Any], dict[str, TensorInfo]]:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
             raise GGUFError(f"{path}: expected a GGUF file, got an empty one")
@@ -80,7 +131,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     header = _Header(path, data)
     tensor_count, key_count = _read_preamble(header)
     metadata = _read_metadata(header, key_count)
-    return GGUFFile(path, metadata, _read_tensor_infos(header, tensor_count, metadata), data)
+    return header, metadata, _read_tensor_infos(header, tensor_count, metadata)
 
 
 def _read_preamble(header: "_Header") -> tuple[int, int]:
@@ -234,112 +285,4 @@ _SCALARS = {
     kind: np.dtype(code)
     for kind, code in enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"))
     if code
-}
-
-
-# Dequantisation. A block is some weights with their common scale, read as one numpy record; `unpack` turns n records
-# into n blocks of weights. The order of float32 operations is GGML's, so that results agree with it bit for bit.
-
-_CHUNK = 1 << 18  # weights unpacked at once: temporaries stay in the processor's cache
-
-
-def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """[..., s] bytes → [..., 2, s]: the low halves, then the high halves."""
-    return np.stack((packed & 15, packed >> 4), axis=-2)
-
-
-def _bits(packed: np.ndarray) -> np.ndarray:
-    """[n, 4] bytes → [n, 2, 16]: a fifth bit, in place, for each value of `_nibbles`."""
-    return np.unpackbits(packed, axis=1, bitorder="little").reshape(-1, 2, 16) << 4
-
-
-def _column(blocks: np.ndarray, name: str) -> np.ndarray:
-    """A half-precision scale of each block, as [n, 1, 1] float32."""
-    return blocks[name].astype(np.float32)[:, None, None]
-
-
-def _bf16(blocks: np.ndarray) -> np.ndarray:
-    return (blocks.astype(np.uint32) << 16).view(np.float32)
-
-
-def _q4_0(blocks: np.ndarray) -> np.ndarray:
-    return _column(blocks, "d") * (_nibbles(blocks["q"]).astype(np.float32) - 8)
-
-
-def _q4_1(blocks: np.ndarray) -> np.ndarray:
-    return _column(blocks, "d") * _nibbles(blocks["q"]) + _column(blocks, "m")
-
-
-def _q5_0(blocks: np.ndarray) -> np.ndarray:
-    return _column(blocks, "d") * ((_nibbles(blocks["q"]) | _bits(blocks["h"])).astype(np.float32) - 16)
-
-
-def _q5_1(blocks: np.ndarray) -> np.ndarray:
-    return _column(blocks, "d") * (_nibbles(blocks["q"]) | _bits(blocks["h"])) + _column(blocks, "m")
-
-
-def _q8_0(blocks: np.ndarray) -> np.ndarray:
-    return _column(blocks, "d")[..., 0] * blocks["q"]
-
-
-def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and the minimum of each of a block's eight groups, as [n, 8, 1] float32.
-
-    Twelve bytes hold sixteen 6-bit numbers: those of the first four groups lie in the low 6 bits of bytes 0-7, whose
-    high 2 bits top up the 4-bit halves in bytes 8-11.
-    """
-    first, last = blocks["s"][:, :8].reshape(-1, 2, 4), _nibbles(blocks["s"][:, 8:])
-    scales, minima = np.concatenate((first & 63, last | first >> 6 << 4), axis=2).transpose(1, 0, 2)[..., None]
-    return _column(blocks, "d") * scales, _column(blocks, "m") * minima
-
-
-def _q4_k(blocks: np.ndarray) -> np.ndarray:
-    scales, minima = _k_scales(blocks)
-    return scales * _nibbles(blocks["q"]).reshape(-1, 8, 32) - minima
-
-
-def _q5_k(blocks: np.ndarray) -> np.ndarray:
-    scales, minima = _k_scales(blocks)
-    group = np.arange(8, dtype=np.uint8)[:, None]  # bit g of byte i belongs to value i of group g
-    fifth = (blocks["h"][:, None] >> group & 1) << 4
-    return scales * (_nibbles(blocks["q"]).reshape(-1, 8, 32) | fifth) - minima
-
-
-def _q6_k(blocks: np.ndarray) -> np.ndarray:
-    low = _nibbles(blocks["q"]).reshape(-1, 2, 4, 32)
-    pair = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # bits 2g and 2g+1 of byte i belong to value i of group g
-    values = (low | (blocks["h"][:, :, None] >> pair & 3) << 4).astype(np.float32) - 32
-    return _column(blocks, "d") * blocks["s"][..., None] * values.reshape(-1, 16, 16)
-
-
-class _Packing(NamedTuple):
-    values: int  # weights in a block
-    block: np.dtype  # one block as it lies in the file
-    unpack: Callable[[np.ndarray], np.ndarray]
-
-
-# In the records: d scale, m minimum, s 6- or 8-bit scales, h high bits, q low bits or whole values.
-PACKINGS = {
-    "F32": _Packing(1, np.dtype("<f4"), lambda blocks: blocks),
-    "F16": _Packing(1, np.dtype("<f2"), lambda blocks: blocks.astype(np.float32)),
-    "BF16": _Packing(1, np.dtype("<u2"), _bf16),
-    "Q4_0": _Packing(32, np.dtype([("d", "<f2"), ("q", "u1", 16)]), _q4_0),
-    "Q4_1": _Packing(32, np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]), _q4_1),
-    "Q5_0": _Packing(32, np.dtype([("d", "<f2"), ("h", "u1", 4), ("q", "u1", 16)]), _q5_0),
-    "Q5_1": _Packing(32, np.dtype([("d", "<f2"), ("m", "<f2"), ("h", "u1", 4), ("q", "u1", 16)]), _q5_1),
-    "Q8_0": _Packing(32, np.dtype([("d", "<f2"), ("q", "i1", 32)]), _q8_0),
-    "Q4_K": _Packing(256, np.dtype([("d", "<f2"), ("m", "<f2"), ("s", "u1", 12), ("q", "u1", (4, 32))]), _q4_k),
-    "Q5_K": _Packing(
-        256, np.dtype([("d", "<f2"), ("m", "<f2"), ("s", "u1", 12), ("h", "u1", 32), ("q", "u1", (4, 32))]), _q5_k
-    ),
-    "Q6_K": _Packing(256, np.dtype([("q", "u1", (2, 64)), ("h", "u1", (2, 32)), ("s", "i1", 16), ("d", "<f2")]), _q6_k),
-}
-
-GGML_TYPES = {
-    **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
-    **dict(enumerate(("Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), 6)),
-    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), 16)),
-    **dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"), 24)),
-    **dict(enumerate(("TQ1_0", "TQ2_0"), 34)),
-    **dict(enumerate(("MXFP4", "NVFP4", "Q1_0"), 39)),
 }

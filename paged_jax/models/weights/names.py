@@ -4,8 +4,10 @@ A family's table holds all that its models may have; which of it one model has, 
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from paged_jax.models.config import ModelConfig
@@ -41,7 +43,16 @@ def stored_tensors(config: ModelConfig, layout: str, present: Collection[str]) -
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a tensor may be in the files without being a parameter of the decoder."""
-    return bool(_IGNORED.search(name)) or (config.tied_embeddings and name.endswith("lm_head.weight"))
+    return bool(_IGNORED.search(name) or _IMAGES.search(name)) or (
+        config.tied_embeddings and name.endswith("lm_head.weight")
+    )
+
+
+def tensor_notes(path: Path, tensors: Collection[str]) -> tuple[str, ...]:
+    """A line that names what a multimodal model's files hold besides the decoder; none if there is nothing."""
+    parts = Counter(match[2] for name in tensors if (match := _IMAGES.search(name)))
+    said = ", ".join(f"{count} tensors of {part}" for part, count in sorted(parts.items()))
+    return (f"{path}: without effect here: {said}",) if parts else ()
 
 
 # --- The tables -------------------------------------------------------------------------------------------------------
@@ -49,8 +60,9 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 _BEGINNINGS = ("model.", "model.language_model.", "language_model.model.", "")  # the text part of multimodal files
 _IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|^rope_freqs\.weight$"  # worked out from, or read with, the config
-    r"|^(model\.)?(vision_tower|multi_modal_projector)\."
+    r"|^blk\.\d+\.attn_rot_embd(\.|$)"  # of old GGUF files, likewise
 )
+_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 def _table(layers: str, top: Mapping[str, str | Stored], layer: Mapping[str, str | Stored]) -> dict[str, Stored]:

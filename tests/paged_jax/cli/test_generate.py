@@ -1,5 +1,6 @@
 """The command line: it writes what the model says, and refuses what it cannot do before it computes anything."""
 
+import dataclasses
 import io
 import math
 import os
@@ -15,7 +16,8 @@ import pytest
 from command_line import COUNT, Run, expected_text
 from tiny_llama import TinyLlama
 
-from paged_jax.cli import main, pool
+from paged_jax.cli import generate, main, pool
+from paged_jax.models.pretrained import open_pretrained
 from paged_jax.models.text.chat import render_chat
 from paged_jax.models.text.text import gguf_template
 from paged_jax.models.weights.config_gguf import gguf_config
@@ -93,7 +95,7 @@ def test_prompts_from_a_file_follow_those_of_the_command_line(
     text = "zzz\n\n   \nthe 42 cats"  # lines without text are no prompts
     path = tmp_path / "prompts.txt"
     path.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     status, out, _ = run("hello world", "--file", path if source == "a file" else "-")
     assert status == 0
     assert_in_order([part for prompt in PROMPTS for part in (prompt, expected_text(tiny, prompt))], out)
@@ -184,6 +186,16 @@ def test_speed_and_memory_go_to_standard_error(run: Run, tiny: TinyLlama) -> Non
     held = len(tiny.tokenizer.encode("zzz").ids) - 1 + COUNT
     assert re.search(rf"decode +{COUNT} tokens in .* tokens/s", err)
     assert re.search(rf"paged .*\b{held} tokens", err)
+
+
+def test_what_a_models_files_ask_for_in_vain_is_said_on_standard_error(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = dataclasses.replace(open_pretrained(model), notes=("one [thing]" + " and more" * 20, "another"))
+    monkeypatch.setattr(generate, "open_pretrained", lambda _: opened)
+    status, _, notes = run("zzz", "--raw", max_tokens=1)
+    assert status == 0
+    assert notes.splitlines()[:2] == [f"note: {note}" for note in opened.notes]
 
 
 def test_it_runs_as_a_script(model: Path, tiny: TinyLlama, tmp_path: Path) -> None:
@@ -349,14 +361,14 @@ def test_a_model_that_is_not_there_is_refused(run: Run, tmp_path: Path) -> None:
     [
         ({"general.architecture": "mamba"}, [], "architecture .* got 'mamba'"),
         ({"llama.expert_count": 8}, [], r"llama\.expert_count"),
-        ({"llama.rope.scaling.type": "yarn"}, [], r"llama\.rope\.scaling\.type"),
+        ({"llama.rope.scaling.type": "longrope"}, [], r"llama\.rope\.scaling\.type"),
         ({"llama.block_count": None}, [], r"llama\.block_count"),
         ({"tokenizer.ggml.model": "bert"}, [], r"other\.gguf: .* tokenizer\.ggml\.model .* got 'bert'"),
         ({"tokenizer.ggml.tokens": None}, [], r"tokenizer\.ggml\.tokens"),
         ({"tokenizer.ggml.tokens": 7}, [], r"other\.gguf: expected tokenizer\.ggml\.tokens to be .* got 7"),
         ({"tokenizer.ggml.merges": 7}, [], r"other\.gguf: expected tokenizer\.ggml\.merges to be .* got 7"),
         ({"tokenizer.ggml.token_type": 7}, [], r"other\.gguf: expected tokenizer\.ggml\.token_type to be .* got 7"),
-        ({"tokenizer.ggml.eos_token_id": 2**31}, [], r"other\.gguf: expected .*eos_token_id .* got 2147483648"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, [], r"other\.gguf: expected .*eos_token_id .* got 'x'"),
         ({"tokenizer.chat_template": 7}, [], r"other\.gguf: expected tokenizer\.chat_template to be a text, got 7"),
         ({"tokenizer.chat_template": None}, [], "without a template"),
         ({"tokenizer.chat_template": "{{ raise_exception('no') }}"}, [], "got its error: no"),
@@ -377,11 +389,11 @@ def test_a_model_that_is_not_supported_is_refused(
 
 
 def test_a_tensor_type_that_is_not_supported_is_named(run: Run, tiny: TinyLlama, tmp_path: Path) -> None:
-    name, q2_k = "blk.1.ffn_up.weight", 10
-    changed = {name: (name, tiny.weights[name].shape, q2_k, bytes(64))}
+    name, iq2_xxs = "blk.1.ffn_up.weight", 16
+    changed = {name: (name, tiny.weights[name].shape, iq2_xxs, bytes(64))}
     status, out, err = run("hello", path=tiny.save(tmp_path / "types.gguf", tensors=changed))
     assert (status, out) == (2, "")
-    assert re.search(r"blk\.1\.ffn_up\.weight.* got Q2_K", err), err
+    assert re.search(r"blk\.1\.ffn_up\.weight.* got IQ2_XXS", err), err
 
 
 def test_a_model_without_a_template_still_continues_text(run: Run, tiny: TinyLlama, tmp_path: Path) -> None:

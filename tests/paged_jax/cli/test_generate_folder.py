@@ -1,5 +1,6 @@
 """The command line with Hugging Face folders and with token ids, the comparison with a dense cache, and refusals."""
 
+import codecs
 import json
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_llama import NAMES, TEMPLATE, TinyLlama
 
 from paged_jax.cli import generate
+from paged_jax.models import load
 from paged_jax.models.text.chat import ChatTemplate, render_chat
 
 INDEX, SHARD = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
@@ -102,6 +104,16 @@ def test_where_a_chat_template_may_stand(run: Run, tiny: TinyLlama, folder: Path
     assert run("zzz")[:2] == (0, expected_text(tiny, "zzz", file))
 
 
+def test_files_that_begin_with_a_byte_order_mark_and_end_lines_in_two_characters(
+    run: Run, tiny: TinyLlama, folder: Path
+) -> None:
+    (folder / "chat_template.jinja").write_text("{% if true %}\n{{ messages[0].content }} world{% endif %}\n")
+    for path in [*folder.glob("*.json"), folder / "chat_template.jinja"]:
+        text = json.dumps(json.loads(path.read_text()), indent=1) if path.suffix == ".json" else path.read_text()
+        path.write_bytes(codecs.BOM_UTF8 + text.replace("\n", "\r\n").encode())
+    assert run("zzz")[:2] == (0, expected_text(tiny, "zzz", "{{ messages[0].content }} world"))
+
+
 def test_a_folders_tokenizer_adds_its_bos_to_plain_text_alone(run: Run, tiny: TinyLlama, folder: Path) -> None:
     post = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
     post["special_tokens"] = {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}
@@ -135,6 +147,22 @@ def test_generation_config_says_how_to_sample_and_arguments_say_it_again(
     assert run("zzz", "--top-k", "1")[:2] == (0, greedy)
     change(folder / "generation_config.json", do_sample=False)
     assert run("zzz")[:2] == (0, greedy)
+
+
+def test_settings_that_have_no_effect_here_are_named(run: Run, tiny: TinyLlama, folder: Path) -> None:
+    change(folder / "generation_config.json", repetition_penalty=1.1, top_k=50.0)
+    status, out, err = run("zzz")
+    assert (status, out) == (0, expected_text(tiny, "zzz"))
+    assert "generation_config.json: without effect here: repetition_penalty = 1.1" in err
+    with pytest.warns(UserWarning, match="without effect here: repetition_penalty = 1.1"):
+        assert load(folder).sampling is None
+
+
+def test_a_scaled_rotation_makes_room_for_longer_prompts(run: Run, folder: Path) -> None:
+    arguments = ("--token-ids", ids([7] * 250))
+    assert run(*arguments)[0] == 2
+    change(folder / "config.json", rope_scaling={"type": "linear", "factor": 2.0})
+    assert run(*arguments)[0] == 0
 
 
 # --- Token ids
@@ -321,6 +349,10 @@ def latin_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_bytes("café".encode("latin-1"))
 
 
+def wide_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("x", encoding="utf-16")
+
+
 def bad_json(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{")
 
@@ -359,6 +391,7 @@ def no_config(folder: Path) -> None:
         (nameless_template, r"tokenizer_config\.json: expected chat_template to be .* got \['x'\]"),
         (template_without_text, r"tokenizer_config\.json: expected chat_template to be .* got \[{'name': 'default'}\]"),
         (latin_template, r"chat_template\.jinja: expected UTF-8 text, got .* byte 0xe9"),
+        (wide_template, r"chat_template\.jinja: expected UTF-8 text, got UTF-16, by its byte order mark"),
         (bad_json, r"generation_config\.json: expected JSON, got"),
         (no_config, r"No such file or directory: '.*config\.json'"),
     ],

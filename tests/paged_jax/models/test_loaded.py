@@ -27,12 +27,14 @@ from paged_jax.models import load
 from paged_jax.models import loaded as loaded_module
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.pretrained import open_pretrained
 from paged_jax.models.weights.checkpoint import open_checkpoint
 from paged_jax.models.weights.config_gguf import gguf_config
 from paged_jax.models.weights.config_json import model_config
 from paged_jax.models.weights.gguf import GGUFFile, open_gguf
 from paged_jax.models.weights.parameters import load_parameters
 from paged_jax.models.weights.shapes import parameter_parts, parameter_shapes
+from paged_jax.sampling import Sampler
 
 
 def values_of(model: Decoder) -> dict[str, jax.Array]:
@@ -277,6 +279,28 @@ def test_two_loads_of_a_model_are_one_program(model: Path) -> None:
 def test_the_default_model_is_fetched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_module, "fetch_smollm2", lambda: model)
     assert load().config == load(model).config
+
+
+def test_what_a_models_files_ask_for_in_vain_is_warned_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = dataclasses.replace(open_pretrained(model), notes=("one [thing]", "another"))
+    monkeypatch.setattr(loaded_module, "open_pretrained", lambda _: opened)
+    with pytest.warns(UserWarning, match="one|another") as said:
+        load(model)
+    assert [(str(warning.message), warning.filename) for warning in said] == [
+        ("one [thing]", __file__),
+        ("another", __file__),
+    ]
+
+
+def test_what_a_gguf_file_says_of_sampling_and_asks_in_vain(tiny: TinyLlama, tmp_path: Path) -> None:
+    keys = {"temp": 0.5, "top_k": 20, "min_p": 0.25}
+    opened = open_pretrained(
+        tiny.save(tmp_path / "said.gguf", metadata={f"general.sampling.{key}": item for key, item in keys.items()})
+    )
+    assert opened.sampler == Sampler(0.5, 20)
+    assert opened.notes == (f"{tmp_path / 'said.gguf'}: without effect here: general.sampling.min_p = 0.25",)
+    opened = open_pretrained(tiny.save(tmp_path / "greedy.gguf", metadata={"general.sampling.temp": 0.0}))
+    assert (opened.sampler, opened.notes) == (None, ())
 
 
 def no_config(folder: Path) -> Path:

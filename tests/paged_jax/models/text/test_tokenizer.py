@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_writer import gguf_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from paged_jax.models.text.chat import render_chat
-from paged_jax.models.text.text import gguf_template
-from paged_jax.models.text.tokenizer import SpecialIds, build_tokenizer, special_ids
+from paged_jax.models.text.special_ids import SpecialIds, special_ids
+from paged_jax.models.text.text import gguf_template, gguf_text
+from paged_jax.models.text.tokenizer import build_tokenizer
 from paged_jax.models.weights.gguf import open_gguf
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -93,26 +95,12 @@ def test_no_token_is_added_to_a_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, SpecialIds(bos=1, eos=2, add_bos=False, end=frozenset({0, 2}))),
-        ({"add_bos_token": True, "eot_token_id": 5}, SpecialIds(1, 2, True, frozenset({0, 2, 5}))),
-        ({"bos_token_id": None, "eos_token_id": None, "token_type": None}, SpecialIds(None, None, False, frozenset())),
-        ({"pre": "llama-bpe"}, SpecialIds(1, 2, True, frozenset({0, 2}))),
-        ({"pre": "llama-bpe", "add_bos_token": False}, SpecialIds(1, 2, False, frozenset({0, 2}))),
-    ],
-)
-def test_special_ids(changes: dict[str, Any], expected: SpecialIds) -> None:
-    assert special_ids(tiny_metadata(**changes)) == expected
-
-
-@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"model": "bert"}, NotImplementedError, r"tokenizer\.ggml\.model to be 'gpt2' .* or 'llama' .* got 'bert'"),
         ({"model": "llama"}, ValueError, r"to have tokenizer\.ggml\.scores, got none"),
         ({"model": "llama", "scores": [0.0]}, ValueError, r"scores to have \d+ entries, got 1"),
-        ({"pre": "tekken"}, NotImplementedError, r"tokenizer\.ggml\.pre to be one of gpt-2, smollm, .* got 'tekken'"),
+        ({"pre": "tekken"}, NotImplementedError, r"tokenizer\.ggml\.pre to be one of gpt-2, .*smollm, .* got 'tekken'"),
         ({"pre": None}, NotImplementedError, r"tokenizer\.ggml\.pre to be one of .* got None"),
         ({"model": None}, ValueError, r"to have tokenizer\.ggml\.model, got none"),
         ({"tokens": None}, ValueError, r"to have tokenizer\.ggml\.tokens, got none"),
@@ -136,10 +124,42 @@ def test_metadata_that_cannot_be_used(changes: dict[str, Any], error: type[Excep
         build_tokenizer(tiny_metadata(**changes))
 
 
-@pytest.mark.parametrize("index", [99999, -1, 2.0, True, "</s>", [2], np.arange(2)], ids=repr)
-def test_an_id_that_is_none_of_the_vocabularys(index: Any) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.eos_token_id to be one of the \d+ tokens, got "):
-        special_ids(tiny_metadata(eos_token_id=index))
+@pytest.mark.parametrize(
+    ("names", "like"),
+    [
+        (("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
+        (("phi-2", "exaone4", "mpt", "olmo", "jais", "trillion", "granite-docling"), "gpt-2"),
+        (("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), "smollm"),
+    ],
+)
+def test_other_names_of_a_pre_tokenizer(names: tuple[str, ...], like: str) -> None:
+    merges, text = [merge for merge in MERGED if merge != "hell o"], "hello  0042 x'S (hello)"
+    expected = pieces(build_tokenizer(tiny_metadata(pre=like, merges=merges)), text)
+    for name in names:
+        assert pieces(build_tokenizer(tiny_metadata(pre=name, merges=merges)), text) == expected, name
+
+
+def test_names_of_llama_3s_cut_without_its_other_rules() -> None:
+    merges = [merge for merge in MERGED if merge != "hell o"]
+    assert pieces(build_tokenizer(tiny_metadata(pre="smaug-bpe", merges=merges)), "hello") == ["hell", "o"]
+    assert not special_ids(tiny_metadata(pre="smaug-bpe")).add_bos
+    assert pieces(build_tokenizer(tiny_metadata(pre="stablelm2")), "e\u0301") != pieces(  # no normal form
+        build_tokenizer(tiny_metadata(pre="qwen2")), "e\u0301"
+    )
+
+
+@pytest.mark.parametrize("build", [build_tokenizer, special_ids])
+def test_a_text_under_two_ids_is_refused(build: Any) -> None:
+    tokens = [*tiny_metadata()["tokenizer.ggml.tokens"], "hello"]
+    with pytest.raises(ValueError, match=r"every text once in tokenizer\.ggml\.tokens, got 'hello' as ids 265 and 270"):
+        build(tiny_metadata(tokens=tokens, token_type=None))
+
+
+def test_tokens_without_a_text_are_told_apart() -> None:
+    tokens = [*tiny_metadata()["tokenizer.ggml.tokens"], "", ""]
+    tokenizer = build_tokenizer(tiny_metadata(tokens=tokens, token_type=None))
+    assert tokenizer.get_vocab_size() == len(tokens)
+    assert tokenizer.id_to_token(len(tokens) - 1) == f"[EMPTY_{len(tokens) - 1}]"  # llama.cpp's name
 
 
 # --- Sentencepiece ----------------------------------------------------------------------------------------------------
@@ -197,8 +217,35 @@ def test_sentencepiece_merges_by_score(text: str, expected: list[str]) -> None:
     assert all(tokenizer.token_to_id(piece) < len(PIECES) for piece in expected)
 
 
+def test_a_sentencepiece_file_that_does_not_mention_bos_has_it_first(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    metadata = sentencepiece_metadata(bos_token_id=None, eos_token_id=None, add_bos_token=None, add_space_prefix=None)
+    path.write_bytes(gguf_bytes(metadata))
+    assert gguf_text(open_gguf(path)).encode("hello", is_raw=True) == [1, PIECES.index("▁hello")]
+
+
 def test_llama_2_puts_a_space_before_a_text() -> None:
     assert pieces(build_tokenizer(sentencepiece_metadata(add_space_prefix=None)), "hello") == ["▁hello"]
+
+
+def test_a_run_of_spaces_that_is_there_twice_keeps_both_ids() -> None:
+    tokens = [*PIECES, "▁▁"]
+    changes = {name: [*sentencepiece_metadata()[f"tokenizer.ggml.{name}"], 1] for name in ("scores", "token_type")}
+    tokenizer = build_tokenizer(sentencepiece_metadata(tokens=tokens, **changes))
+    assert tokenizer.get_vocab_size() == len(tokens)
+    assert tokenizer.encode("lo  lo").ids[1] == len(tokens) - 1
+    assert tokenizer.decode([PIECES.index("  ")]) == "  "
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_ends_of_any_type_are_never_cut_and_have_no_text(kind: int) -> None:
+    tokens = [*PIECES, "<end_of_turn>"]
+    types = [*sentencepiece_metadata()["tokenizer.ggml.token_type"], kind]
+    scores = [*sentencepiece_metadata()["tokenizer.ggml.scores"], -1.0]
+    tokenizer = build_tokenizer(sentencepiece_metadata(tokens=tokens, token_type=types, scores=scores))
+    ids = tokenizer.encode("lo<end_of_turn>lo<unk>").ids
+    assert ids == [PIECES.index("lo"), len(PIECES), PIECES.index("lo"), 0]
+    assert tokenizer.decode(ids) == "lolo"
 
 
 # --- Chat -------------------------------------------------------------------------------------------------------------
@@ -207,7 +254,9 @@ HELLO = [{"role": "user", "content": "hello <&> ü"}]
 
 
 def rendered(template: str, messages: Any = HELLO, **options: Any) -> str:
-    return render_chat(gguf_template(tiny_metadata() | {"tokenizer.chat_template": template}), messages, **options)
+    return render_chat(
+        gguf_template(tiny_metadata(padding_token_id=0) | {"tokenizer.chat_template": template}), messages, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +264,7 @@ def rendered(template: str, messages: Any = HELLO, **options: Any) -> str:
     [
         ("{{ messages[0].content }}", "hello <&> ü"),
         ("{{ messages[0].content | tojson }}", '"hello <&> ü"'),
-        ("{{ bos_token }}|{{ eos_token }}", "<|im_start|>|<|im_end|>"),
+        ("{{ bos_token }}|{{ eos_token }}|{{ unk_token }}{{ pad_token }}", "<|im_start|>|<|im_end|>|<|endoftext|>"),
         ("{% if add_generation_prompt %}go{% endif %}", "go"),
         ("a\n    {% if true %}\nb\n    {% endif %}\nc", "a\nb\nc"),  # blocks leave no space and no line behind
         ("{% for m in messages %}{{ m['role'] }}{% break %}{% endfor %}", "user"),
@@ -292,7 +341,8 @@ def test_the_real_tokenizer_round_trips(metadata: dict[str, Any]) -> None:
     for text in TEXTS + SPACES_BEFORE_NUMBERS:
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     assert pieces(tokenizer, "x =  42") == ["x", "Ġ=", "ĠĠ", "4", "2"]
-    assert special_ids(metadata) == SpecialIds(bos=1, eos=2, add_bos=False, end=frozenset({0, 2}))
+    # As llama.cpp says on loading it: 4 is <reponame>.
+    assert special_ids(metadata) == SpecialIds(1, 2, False, frozenset({0, 2, 4}), unknown=0, padding=2)
 
 
 @pytest.mark.download

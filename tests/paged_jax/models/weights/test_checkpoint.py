@@ -82,6 +82,15 @@ def test_a_single_file_needs_no_index_and_other_files_may_lie_beside_it(tmp_path
     assert list(open_checkpoint(tmp_path).tensors) == ["w"]
 
 
+def test_an_index_says_what_belongs_to_a_single_file_beside_it(tmp_path: Path) -> None:
+    one, other = {"a": np.ones(2, np.float32)}, {"b": np.ones(3, np.float32)}
+    save_shards(tmp_path, {"model.safetensors": one, "more.safetensors": other})
+    assert set(open_checkpoint(tmp_path).tensors) == {"a", "b"}
+    (tmp_path / "more.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"index\.json: expected a file more\.safetensors beside it, got none"):
+        open_checkpoint(tmp_path)
+
+
 def test_only_the_tensor_itself_is_on_the_host_while_it_is_read(tmp_path: Path) -> None:
     stored = np.ones((4096, 1024), np.float32)  # 16 MB, 8 MB as bfloat16
     save_file({"w": stored, "v": stored}, tmp_path / "model.safetensors")

@@ -83,6 +83,57 @@ def test_the_divisors_of_llama_3_are_read_from_their_tensor(opened: Callable[...
         gguf_config(opened(metadata("llama"), zeros("rope_freqs.weight", 2)))
 
 
+LINEAR = RopeConfig("linear", factor=4.0)
+SCALED = {  # what a file says of rotations → what it means, and how many positions may be read
+    "a factor alone": ({"factor": 4.0}, LINEAR, 1024),
+    "the factor's old name": ({"scale_linear": 4.0}, LINEAR, 1024),
+    "the new name goes before": ({"factor": 4.0, "scale_linear": 2.0}, LINEAR, 1024),
+    "a type without a factor": ({"type": "linear"}, RopeConfig(), 256),
+    "a factor of 0": ({"type": "linear", "factor": 0.0}, RopeConfig(), 256),
+    "no scaling": ({"type": "none", "factor": 4.0}, RopeConfig(), 256),
+    "a length trained for": (
+        {"factor": 4.0, "original_context_length": 64},
+        dataclasses.replace(LINEAR, original_max_position_embeddings=64),
+        256,
+    ),
+    "yarn": (
+        {"type": "yarn", "factor": 4.0},
+        RopeConfig("yarn", factor=4.0, original_max_position_embeddings=256),
+        1024,
+    ),
+    "yarn of a length, and with its ramp": (
+        {"type": "yarn", "factor": 8.0, "original_context_length": 64, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0},
+        RopeConfig("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=16.0, beta_slow=2.0),
+        512,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_rotations(name: str, opened: Callable[..., GGUFFile]) -> None:
+    said, rope, length = SCALED[name]
+    keys = {
+        f"rope.scal{'e' if key == 'scale_linear' else 'ing.'}{key.removeprefix('scale')}": said[key] for key in said
+    }
+    config = gguf_config(opened(metadata("llama", **keys)))
+    assert (config.rope, config.window_rope, config.max_length) == (rope, rope, length)
+
+
+def test_a_factor_and_the_divisors_of_llama_3_both_count(opened: Callable[..., GGUFFile]) -> None:
+    divisors = np.linspace(1, 8, 8, dtype="<f4")
+    keys = metadata("llama", **{"rope.scaling.factor": 2.0})
+    config = gguf_config(opened(keys, ("rope_freqs.weight", (8,), "F32", divisors.tobytes())))
+    plain = frequencies(RopeConfig(), 16)
+    np.testing.assert_allclose(frequencies(config.rope, 16), plain / divisors / 2, rtol=1e-6)
+    assert config.max_length == 256
+
+
+def test_sizes_given_for_each_layer(opened: Callable[..., GGUFFile]) -> None:
+    layers = {"attention.head_count": 4, "attention.head_count_kv": 2, "feed_forward_length": 96}
+    keys = {key: np.full(7, size, np.int32) for key, size in layers.items()}
+    assert gguf_config(opened(metadata("llama", **keys))) == gguf_config(opened(metadata("llama")))
+
+
 GEMMA3 = {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 8}
 
 
@@ -111,6 +162,28 @@ def test_gemma_3_from_gguf_equals_its_config_json(opened: Callable[..., GGUFFile
     assert config == dataclasses.replace(expected, **ropes)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (3, (8, 8, None, 8, 8, None, 8)),
+        (1, (None,) * 7),
+        (0, (8,) * 7),
+        (np.array([True, False, False, False, False, False, True]), (8, None, None, None, None, None, 8)),
+        (None, (8, 8, 8, 8, 8, None, 8)),
+    ],
+)
+def test_gemma_3_says_which_layers_have_a_window(
+    pattern: Any, expected: tuple[int | None, ...], opened: Callable[..., GGUFFile]
+) -> None:
+    keys = metadata("gemma3", **GEMMA3, **{"attention.sliding_window_pattern": pattern})
+    assert gguf_config(opened(keys)).windows == expected
+
+
+def test_gemma_3s_length_is_that_of_its_scaled_rotations(opened: Callable[..., GGUFFile]) -> None:
+    config = gguf_config(opened(metadata("gemma3", **GEMMA3, **{"rope.scaling.factor": 8.0})))
+    assert (config.rope.factor, config.window_rope.factor, config.max_length) == (8.0, None, 256)
+
+
 def test_gemma_3_of_27b_has_a_scale_of_its_own(opened: Callable[..., GGUFFile]) -> None:
     config = gguf_config(opened(metadata("gemma3", **GEMMA3, block_count=62)))
     assert config.attention.scale == (64 / 4) ** -0.5
@@ -119,11 +192,14 @@ def test_gemma_3_of_27b_has_a_scale_of_its_own(opened: Callable[..., GGUFFile]) 
 END = metadata("llama")
 GGUF_REFUSED = {
     "architecture": (metadata("falcon"), "expected an architecture of llama, gemma3, got 'falcon'"),
-    "experts": (metadata("llama", expert_count=8), "llama.expert_count = 0, got 8"),
-    "softcap": (metadata("gemma3", attn_logit_softcapping=50.0), "gemma3.attn_logit_softcapping = 0.0, got 50.0"),
+    "experts": (metadata("llama", expert_count=8), "a model without llama.expert_count, got 8"),
+    "softcap": (
+        metadata("gemma3", attn_logit_softcapping=50.0),
+        "a model without gemma3.attn_logit_softcapping, got 50.0",
+    ),
     "rope type": (
-        metadata("llama", **{"rope.scaling.type": "yarn"}),
-        "'none' or 'linear', got 'yarn'",
+        metadata("llama", **{"rope.scaling.type": "longrope"}),
+        "to be 'none', 'linear' or 'yarn', got 'longrope'",
     ),
     "missing": (metadata("llama", context_length=None), "positive int32 for llama.context_length, got None"),
     "groups": (metadata("llama", **{"attention.head_count_kv": 3}), "got 4 heads and 3 kv heads"),
@@ -157,13 +233,36 @@ GGUF_REFUSED = {
         "positive float32 for gemma3.final_logit_softcapping, got 'x'",
     ),
     "architectures": (metadata("llama") | {"general.architecture": np.arange(2)}, "an architecture of .* got array"),
-    "expert counts": (metadata("llama", expert_count=np.arange(2)), "llama.expert_count = 0, got array"),
-    "rope types": (metadata("llama", **{"rope.scaling.type": np.arange(2)}), "'none' or 'linear', got array"),
-    "end of 32 bits": (END | {"tokenizer.ggml.eos_token_id": 2**31}, "eos_token_id to be a token id, got 2147483648"),
+    "expert counts": (metadata("llama", expert_count=np.arange(2)), "without llama.expert_count, got array"),
+    "rope types": (metadata("llama", **{"rope.scaling.type": np.arange(2)}), "'linear' or 'yarn', got array"),
     "end below 0": (END | {"tokenizer.ggml.eos_token_id": np.int32(-1)}, "eos_token_id to be a token id, got -1"),
     "end of text": (END | {"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id to be a token id, got '</s>'"),
+    "kv heads": (
+        metadata("llama", **{"attention.head_count_kv": np.array([2, 2, 2, 2, 2, 2, 4], np.int32)}),
+        r"llama.attention.head_count_kv to be the same in every layer, got \[2, 2, 2, 2, 2, 2, 4\]",
+    ),
+    "no kv heads": (
+        metadata("llama", **{"attention.head_count_kv": np.zeros(7, np.int32)}),
+        "positive int32 for llama.attention.head_count_kv, got 0",
+    ),
+    "pattern": (
+        metadata("gemma3", **GEMMA3, **{"attention.sliding_window_pattern": np.array([True, False])}),
+        "sliding_window_pattern to be a number or 7 flags, got array",
+    ),
+    "pattern below 0": (
+        metadata("gemma3", **GEMMA3, **{"attention.sliding_window_pattern": np.int32(-1)}),
+        "sliding_window_pattern to be a number or 7 flags, got -1",
+    ),
+    "both ways": (metadata("llama", **{"attention.causal": False}), "without llama.attention.causal, got False"),
+    "scaled rotations": (metadata("llama", **{"rope.scaling.attn_factor": 0.5}), "without llama.rope.scaling.attn_"),
     "window": (metadata("gemma3"), "positive int32 for gemma3.attention.sliding_window, got None"),
 }
+
+
+def test_yarn_and_divisors_are_refused_together(opened: Callable[..., GGUFFile]) -> None:
+    keys = metadata("llama", **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0})
+    with pytest.raises(GGUFError, match=r"type yarn or a tensor 'rope_freqs.weight', got both"):
+        gguf_config(opened(keys, ("rope_freqs.weight", (8,), "F32", np.ones(8, "<f4").tobytes())))
 
 
 @pytest.mark.parametrize("name", GGUF_REFUSED)

@@ -303,6 +303,42 @@ def test_the_two_styles_say_the_same(name: str) -> None:
         assert model_config(common | old) != model_config(common)
 
 
+def yarn(original: int | None, factor: float | None = 4.0) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+
+
+@pytest.mark.parametrize(
+    ("name", "longest", "scaling", "expected"),
+    [
+        ("llama", 4096, None, 4096),
+        ("llama", 4096, {"type": "linear", "factor": 4.0}, 16_384),  # Vicuna 1.5 16k
+        ("llama", 16_384, {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 4096}, 16_384),
+        ("llama", 131_072, {"rope_type": "llama3", **LLAMA3, "factor": 32.0}, 131_072),
+        ("qwen2", 32_768, yarn(32_768), 131_072),  # as Qwen 2.5's page says to write it
+        ("qwen3", 40_960, yarn(32_768), 131_072),  # as Qwen 3's
+        ("qwen2", 131_072, yarn(32_768), 131_072),  # the lengthened context already
+        ("qwen2", 32_768, yarn(None), 131_072),
+        ("qwen2", 131_072, yarn(32_768, None), 131_072),
+        ("gpt_oss", 131_072, yarn(4096, 32.0), 131_072),
+        ("phi3", 131_072, LONGROPE | {"original_max_position_embeddings": 4096}, 131_072),
+        ("gemma3_text", 131_072, {"rope_type": "linear", "factor": 8.0}, 131_072),
+    ],
+)
+def test_a_scaled_rotation_lengthens_what_may_be_read_once(
+    name: str, longest: int, scaling: dict[str, Any] | None, expected: int
+) -> None:
+    for style in ("rope_scaling", "rope_parameters"):
+        fields = LLAMA | {"model_type": name, "max_position_embeddings": longest, "sliding_window": 8, style: scaling}
+        assert model_config(fields | {"head_dim": 16}).max_length == expected
+
+
+@pytest.mark.parametrize("name", ["num_experts", "_sliding_window_pattern"])
+def test_other_names_of_a_field(name: str) -> None:
+    fields = LLAMA | {"model_type": "gpt_oss", "num_hidden_layers": 6}
+    names = {"num_experts": "num_local_experts", "_sliding_window_pattern": "sliding_window_pattern"}
+    assert model_config(fields | {name: 5}) == model_config(fields | {names[name]: 5}) != model_config(fields)
+
+
 def test_a_config_is_hashable() -> None:
     assert len({model_config(LLAMA), model_config(LLAMA), model_config(LLAMA | {"head_dim": 32})}) == 2
 
@@ -342,7 +378,10 @@ REFUSED = {
     "rope size": ({"partial_rotary_factor": 0.2}, "rope: expected an even number .* got 3"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "not quantised, got quantization_config 'gptq'"),
     "activation": ({"hidden_act": "relu"}, "activation to be one of silu, gelu_pytorch_tanh, got 'relu'"),
-    "bidirectional": ({"use_bidirectional_attention": True}, "expected causal attention"),
+    "bidirectional": (
+        {"use_bidirectional_attention": True},
+        "expected a model with use_bidirectional_attention = False, got True",
+    ),
     "missing": ({"hidden_size": None}, "hidden_size to be a whole number of at least 1, got None"),
     "size": ({"num_hidden_layers": "3"}, "num_hidden_layers to be a whole number of at least 1, got '3'"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers to be a whole number of at least 1, got 0"),
@@ -400,6 +439,16 @@ def test_more_experts_a_token_than_there_are() -> None:
 
 
 # --- Against transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", [*FAMILIES, "gemma3_text"])
+def test_end_tokens_that_a_file_leaves_out_are_those_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(name).get_text_config().eos_token_id
+    fields = LLAMA | {"model_type": name} | ({"text_config": LLAMA} if name == "gemma3" else {})
+    assert model_config(fields).end_tokens == (() if theirs is None else (theirs,))
+    assert model_config(fields | {"eos_token_id": None}).end_tokens == ()
 
 
 @pytest.mark.parity

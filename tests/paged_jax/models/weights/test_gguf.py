@@ -1,4 +1,4 @@
-"""The GGUF reader: every tensor type against a scalar oracle, every error, and damage at any byte."""
+"""The GGUF reader: headers, files in parts, every error, and damage at any byte."""
 
 import struct
 import tempfile
@@ -7,150 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from gguf_writer import BLOCKS, TYPE_IDS, gguf_bytes, random_blocks, string, value
+from gguf_writer import TYPE_IDS, all_types_tensors, gguf_bytes, random_blocks, string, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_jax.models.weights.gguf import GGML_TYPES, GGUFError, GGUFFile, open_gguf
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Callable[[bytes], GGUFFile]:
-    def write_and_open(content: bytes) -> GGUFFile:
-        path = tmp_path / "model.gguf"
-        path.write_bytes(content)
-        return open_gguf(path)
-
-    return write_and_open
-
-
-# --- Dequantisation ---------------------------------------------------------------------------------------------------
-
-
-def half(raw: bytes, at: int) -> np.float32:
-    return np.float32(struct.unpack_from("<e", raw, at)[0])
-
-
-def six_bit_pair(packed: bytes, group: int) -> tuple[int, int]:
-    """The scale and the minimum of one of the eight groups of a Q4_K or Q5_K block."""
-    if group < 4:
-        return packed[group] % 64, packed[group + 4] % 64
-    low = packed[group + 4]
-    return low % 16 + packed[group - 4] // 64 * 16, low // 16 + packed[group] // 64 * 16
-
-
-def slow_weight(kind: str, raw: bytes, i: int) -> np.float32:
-    """Weight `i` of one block, from the format's definition, in float32 steps."""
-    f = np.float32
-    if kind == "F32":
-        return f(struct.unpack("<f", raw)[0])
-    if kind == "F16":
-        return half(raw, 0)
-    if kind == "BF16":
-        return f(struct.unpack("<f", b"\0\0" + raw)[0])
-    if kind == "Q8_0":
-        return half(raw, 0) * f(struct.unpack_from("<b", raw, 2 + i)[0])
-    if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
-        at = 4 if kind.endswith("1") else 2
-        fifth = 0
-        if kind.startswith("Q5"):
-            fifth = struct.unpack_from("<I", raw, at)[0] >> i & 1
-            at += 4
-        low = raw[at + i] % 16 if i < 16 else raw[at + i - 16] // 16
-        q = low + 16 * fifth
-        if kind.endswith("1"):
-            return half(raw, 0) * f(q) + half(raw, 2)
-        return half(raw, 0) * f(q - (16 if kind == "Q5_0" else 8))
-    if kind in ("Q4_K", "Q5_K"):
-        group, within = divmod(i, 32)
-        scale, minimum = six_bit_pair(raw[4:16], group)
-        fifth = raw[16 + within] >> group & 1 if kind == "Q5_K" else 0
-        byte = raw[(48 if kind == "Q5_K" else 16) + group // 2 * 32 + within]
-        q = (byte // 16 if group % 2 else byte % 16) + 16 * fifth
-        return half(raw, 0) * f(scale) * f(q) - half(raw, 2) * f(minimum)
-    assert kind == "Q6_K"
-    part, j = divmod(i, 128)
-    quarter, within = divmod(j, 32)
-    byte = raw[64 * part + 32 * (quarter % 2) + within]
-    low = byte % 16 if quarter < 2 else byte // 16
-    high = raw[128 + 32 * part + within] >> 2 * quarter & 3
-    scale = struct.unpack_from("<b", raw, 192 + i // 16)[0]
-    return half(raw, 208) * f(scale) * f(low + 16 * high - 32)
-
-
-def slow_dequantise(kind: str, raw: bytes) -> np.ndarray:
-    values, size, _ = BLOCKS[kind]
-    blocks = [raw[at : at + size] for at in range(0, len(raw), size)]
-    return np.array([slow_weight(kind, block, i) for block in blocks for i in range(values)], np.float32)
-
-
-def all_types_tensors(values: int = 256 * 6) -> list[tuple[str, tuple[int, ...], str, bytes]]:
-    shape = (2, values // 2) if values // 2 % 256 == 0 else (values,)
-    return [(f"{kind}.weight", shape, kind, random_blocks(kind, values // BLOCKS[kind][0])) for kind in TYPE_IDS]
-
-
-@pytest.mark.parametrize("kind", TYPE_IDS)
-def test_dequantises_as_the_format_defines(kind: str, opened: Callable[[bytes], GGUFFile]) -> None:
-    raw = random_blocks(kind, 1536 // BLOCKS[kind][0])
-    model = opened(gguf_bytes({}, [("before", (3,), "F32", bytes(12)), ("w", (2, 768), kind, raw)]))
-    got = model.tensor("w")
-    assert model.tensors["w"].ggml_type == kind
-    assert got.dtype == np.float32
-    np.testing.assert_array_equal(got, slow_dequantise(kind, raw).reshape(2, 768), strict=True)
-    assert np.unique(got).size > 30  # the blocks are not trivial
-
-
-def test_q4_0_by_hand(opened: Callable[[bytes], GGUFFile]) -> None:
-    raw = struct.pack("<e", 0.5) + bytes([0x0F, 0xA3]) + bytes([0x88]) * 14
-    expected = np.zeros(32, np.float32)
-    expected[[0, 1, 16, 17]] = 3.5, -2.5, -4.0, 1.0
-    np.testing.assert_array_equal(opened(gguf_bytes({}, [("w", (32,), "Q4_0", raw)])).tensor("w"), expected)
-
-
-@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q8_0", "Q5_K"])
-@pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
-def test_a_damaged_scale_is_read_without_warnings(kind: str, scale: float, opened: Callable[[bytes], GGUFFile]) -> None:
-    values, size, _ = BLOCKS[kind]
-    raw = struct.pack("<e", scale) + bytes(size - 2)
-    assert not np.isfinite(opened(gguf_bytes({}, [("w", (values,), kind, raw)])).tensor("w")).any()
-
-
-def test_a_tensor_larger_than_one_chunk(opened: Callable[[bytes], GGUFFile]) -> None:
-    raw = random_blocks("Q8_0", 9000)  # 288,000 weights, not a multiple of the chunk
-    got = opened(gguf_bytes({}, [("w", (9000, 32), "Q8_0", raw)])).tensor("w")
-    blocks = np.frombuffer(raw, np.dtype([("d", "<f2"), ("q", "i1", 32)]))
-    np.testing.assert_array_equal(got, blocks["d"][:, None].astype(np.float32) * blocks["q"].astype(np.float32))
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("kind", TYPE_IDS)
-def test_a_tensor_is_rounded_to_the_dtype_asked_for(
-    kind: str, dtype: type, opened: Callable[[bytes], GGUFFile]
-) -> None:
-    model = opened(gguf_bytes({}, [("w", (2, 768), kind, random_blocks(kind, 1536 // BLOCKS[kind][0]))]))
-    with np.errstate(over="ignore"):
-        expected = model.tensor("w").astype(dtype)
-    got = model.tensor("w", dtype)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
-
-
-def test_a_weight_too_large_for_the_dtype_is_infinite_without_warnings(
-    opened: Callable[[bytes], GGUFFile],
-) -> None:
-    raw = struct.pack("<2f", 1e6, -1e6)
-    got = opened(gguf_bytes({}, [("w", (2,), "F32", raw)])).tensor("w", np.float16)
-    np.testing.assert_array_equal(got, [np.inf, -np.inf])
-
-
-def test_a_tensor_is_a_copy_of_its_own(opened: Callable[[bytes], GGUFFile]) -> None:
-    model = opened(gguf_bytes({}, [("w", (2,), "F32", np.ones(2, "<f4").tobytes())]))
-    model.tensor("w")[:] = 7
-    np.testing.assert_array_equal(model.tensor("w"), np.ones(2, np.float32))
-
+from paged_jax.models.weights.gguf import GGUFError, GGUFFile, open_gguf
+from paged_jax.models.weights.gguf_types import GGML_TYPES
 
 # --- Header -----------------------------------------------------------------------------------------------------------
 
@@ -286,14 +150,14 @@ def test_truncated_tensor_data_says_how_much_is_missing(opened: Callable[[bytes]
         opened(content[:-1])
 
 
-@pytest.mark.parametrize(("type_id", "name"), [(10, "Q2_K"), (20, "IQ4_NL"), (39, "MXFP4"), (4, "unknown type 4")])
+@pytest.mark.parametrize(("type_id", "name"), [(16, "IQ2_XXS"), (9, "Q8_1"), (39, "MXFP4"), (4, "unknown type 4")])
 def test_an_unsupported_type_is_named_when_its_tensor_is_read(
     type_id: int, name: str, opened: Callable[[bytes], GGUFFile]
 ) -> None:
     model = opened(gguf_bytes({}, [("odd.weight", (256,), type_id, bytes(300)), ("w", (1,), "F32", bytes(4))]))
     assert model.tensors["odd.weight"].ggml_type == name
     assert model.tensor("w").shape == (1,)
-    with pytest.raises(GGUFError, match=rf"model\.gguf: tensor 'odd\.weight': .*Q6_K, got {name}"):
+    with pytest.raises(GGUFError, match=rf"model\.gguf: tensor 'odd\.weight': .*Q6_K, .*got {name}"):
         model.tensor("odd.weight")
 
 
@@ -306,6 +170,73 @@ def test_an_unknown_tensor_is_named(opened: Callable[[bytes], GGUFFile]) -> None
 def test_a_missing_file_is_an_ordinary_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         open_gguf(tmp_path / "nowhere.gguf")
+
+
+# --- Split files ------------------------------------------------------------------------------------------------------
+
+WHOLE = [(f"t{i}", (2, 32), "Q8_0", random_blocks("Q8_0", 2, i)) for i in range(3)]
+
+
+def split(folder: Path, **changes: Any) -> list[Path]:
+    """Three files of one tensor each, as `llama-gguf-split` names them; changes are to the last one's keys."""
+    paths = []
+    for i, tensor in enumerate(WHOLE):
+        keys: dict[str, Any] = {"some.key": 7} if i == 0 else {}
+        keys |= {"split.no": np.uint16(i), "split.count": np.uint16(3), "split.tensors.count": np.int32(3)}
+        paths.append(folder / f"model-0000{i + 1}-of-00003.gguf")
+        paths[-1].write_bytes(gguf_bytes(keys | (changes if i == 2 else {}), [tensor]))
+    return paths
+
+
+@pytest.mark.parametrize("given", range(3))
+def test_any_part_of_a_split_file_is_the_whole(given: int, tmp_path: Path, opened: Callable[[bytes], GGUFFile]) -> None:
+    model = open_gguf(split(tmp_path)[given])
+    assert model.metadata["some.key"] == 7
+    assert list(model.tensors) == ["t0", "t1", "t2"]
+    whole = opened(gguf_bytes({}, WHOLE))
+    for name in model.tensors:
+        np.testing.assert_array_equal(model.tensor(name), whole.tensor(name))
+
+
+def test_a_split_file_of_one_part_is_a_whole_one(opened: Callable[[bytes], GGUFFile]) -> None:
+    assert list(opened(gguf_bytes({"split.no": 0, "split.count": 1}, WHOLE)).tensors) == ["t0", "t1", "t2"]
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    paths = split(tmp_path)
+    paths[1].unlink()
+    with pytest.raises(GGUFError, match=r"00001-of-00003.gguf: expected the 3 files .* got no model-00002-of-00003"):
+        open_gguf(paths[0])
+
+
+def test_a_part_of_another_name_is_refused(tmp_path: Path) -> None:
+    renamed = split(tmp_path)[0].rename(tmp_path / "model.gguf")
+    with pytest.raises(GGUFError, match=r"model.gguf: expected a part of a split file, of 3 files, .* another name"):
+        open_gguf(renamed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split.no": 1}, r"00003-of-00003.gguf: expected split.no and split.count to be 2 and 3, got \(1, 3\)"),
+        ({"split.count": 4}, r"expected split.no and split.count to be 2 and 3, got \(2, 4\)"),
+        ({"split.no": "x"}, "expected split.no to be a number, got 'x'"),
+    ],
+)
+def test_a_part_of_another_file_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(GGUFError, match=message):
+        open_gguf(split(tmp_path, **changes)[0])
+
+
+def test_parts_that_overlap_or_lack_tensors_are_refused(tmp_path: Path) -> None:
+    paths = split(tmp_path)
+    keys = {"split.no": 2, "split.count": 3}
+    paths[2].write_bytes(gguf_bytes(keys, [WHOLE[0]]))
+    with pytest.raises(GGUFError, match=r"00003-of-00003.gguf: expected every tensor in one file .* got 't0' again"):
+        open_gguf(paths[0])
+    paths[2].write_bytes(gguf_bytes(keys))
+    with pytest.raises(GGUFError, match=r"expected 3 tensors in the files of a split one, got 2"):
+        open_gguf(paths[0])
 
 
 # --- Damage at any byte -----------------------------------------------------------------------------------------------
@@ -352,43 +283,6 @@ def test_any_changed_byte_reads_or_is_refused(at: int, change: int) -> None:
 @given(st.integers(8, HEADER_SIZE), st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**62, HUGE, 2**64 - 1]))
 def test_any_count_overwritten_reads_or_is_refused(at: int, count: int) -> None:
     read_or_refuse(SMALL[:at] + struct.pack("<Q", count) + SMALL[at + 8 :])
-
-
-# --- Against the gguf package -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parity
-def test_every_type_equals_the_gguf_package(opened: Callable[[bytes], GGUFFile]) -> None:
-    oracle = pytest.importorskip("gguf")
-    model = opened(gguf_bytes({}, all_types_tensors()))
-    reader = oracle.GGUFReader(model.path)
-    assert len(reader.tensors) == len(TYPE_IDS)
-    for theirs in reader.tensors:
-        assert_same_bits(model, theirs, oracle)
-
-
-@pytest.mark.parity
-def test_type_names_equal_the_gguf_package() -> None:
-    oracle = pytest.importorskip("gguf")
-    theirs = {kind.value: kind.name for kind in oracle.GGMLQuantizationType}
-    assert {number: name for number, name in GGML_TYPES.items() if number in theirs} == theirs
-
-
-@pytest.mark.parity
-@pytest.mark.download
-def test_the_real_model_equals_the_gguf_package(smollm2_path: Path) -> None:
-    oracle = pytest.importorskip("gguf")
-    model, reader = open_gguf(smollm2_path), oracle.GGUFReader(smollm2_path)
-    assert len(reader.tensors) == len(model.tensors) == 272
-    for theirs in reader.tensors:
-        assert_same_bits(model, theirs, oracle)
-
-
-def assert_same_bits(model: GGUFFile, theirs: Any, oracle: Any) -> None:
-    info = model.tensors[theirs.name]
-    assert (info.ggml_type, info.offset) == (theirs.tensor_type.name, theirs.data_offset)
-    got, expected = model.tensor(theirs.name), oracle.dequantize(theirs.data, theirs.tensor_type)
-    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32), err_msg=theirs.name, strict=True)
 
 
 # --- The real model ---------------------------------------------------------------------------------------------------

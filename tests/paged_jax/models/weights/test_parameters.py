@@ -409,9 +409,9 @@ def test_a_gguf_tensor_of_another_type_is_refused_before_anything_is_read(tmp_pa
     content: list[Any] = [
         (f"blk.0.{name}", shape, "F32", bytes(4 * math.prod(shape))) for name, shape in shapes.items()
     ]
-    content += [("token_embd.weight", (V, 256), "F32", bytes(1024 * V)), ("output_norm.weight", (256,), 10, bytes(84))]
+    content += [("token_embd.weight", (V, 256), "F32", bytes(1024 * V)), ("output_norm.weight", (256,), 16, bytes(66))]
     (tmp_path / "model.gguf").write_bytes(gguf_bytes({}, content))
-    with pytest.raises(GGUFError, match=r"tensor 'output_norm\.weight': expected one of the types .*, got Q2_K"):
+    with pytest.raises(GGUFError, match=r"tensor 'output_norm\.weight': expected one of the types .*, got IQ2_XXS"):
         load_parameters(open_gguf(tmp_path / "model.gguf"), config, np.float32)
 
 
