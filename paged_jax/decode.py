@@ -31,7 +31,7 @@ class OutOfPages(RuntimeError):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "num_tokens", "active", "ok", "cache", "table"],
+    data_fields=["tokens", "num_tokens", "active", "ok", "cache", "table", "finite"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +40,14 @@ class DecodeResult:
 
     tokens: Int32[Array, "B n"]  # −1 after a row's end
     num_tokens: Int32[Array, " B"]  # tokens generated for each row, a stop token included
-    active: Bool[Array, " B"]  # rows that have not met a stop token
+    active: Bool[Array, " B"]  # rows that have not ended
     ok: Bool[Array, "*S"]  # False: a step was refused, and the loop stopped before it; one for each shard of rows
     cache: Any
     table: BlockTable
+    finite: Bool[Array, " B"]  # False: the row ended in this call because its logits left no token to choose
 
     def check(self) -> DecodeResult:
-        """Returns the result itself if every step was carried out, on the host.
+        """Returns the result itself if every step was carried out, on the host; a row that is not `finite` is no error.
 
         Raises:
             OutOfPages: a step was refused; names what ran out and, of rows split over a mesh, the first shard where it
@@ -95,6 +96,11 @@ def decode(
     Each turn of the loop extends the table by one token per active row, runs `forward` on the rows' newest tokens and
     samples the next ones. A row ends at a stop token. When a step is refused (out of pages, or a row at its limit) the
     loop stops with all state as before that step and `ok` False; outside jit, `result.check()` raises it as an error.
+
+    A row whose logits hold NaN or +inf, or no finite number, ends in that step alone: it gets no token, it is no longer
+    `active`, and `finite` is False for it. (−inf marks tokens that cannot be drawn.) The table and the cache hold the
+    token that the step read, as of any other step; what its row computed may not be finite there either, so release the
+    row, or truncate it to where its numbers were finite. The other rows go on.
 
     To go on, call again with `result.cache`, `result.table`, the rows' last tokens and `result.active`. The key is
     folded with the number of tokens that the table holds, so going on with the same key gives what one longer call
@@ -160,15 +166,19 @@ def _decode(forward, cache, table, tokens, active, key, *, max_new_tokens, sampl
         logits, cache = forward(newest, step, result.cache)
         sampled = sample(logits, step_key).astype(jnp.int32)
 
-        is_new = result.active & ok
+        # One reduction finds all three, for an infinity stands for NaN in it: whether a maximum keeps NaN is up to XLA.
+        is_finite = jnp.isfinite(jnp.where(jnp.isnan(logits), jnp.inf, logits).max(axis=-1))
+        is_lost = result.active & ok & ~is_finite
+        is_new = result.active & ok & is_finite
         is_stop = jnp.isin(sampled, jnp.array(stop_tokens, jnp.int32))
         result = DecodeResult(
             tokens=result.tokens.at[:, i].set(jnp.where(is_new, sampled, -1)),
             num_tokens=result.num_tokens + is_new.astype(jnp.int32),
-            active=result.active & ~(is_new & is_stop),
+            active=result.active & ~(is_new & is_stop) & ~is_lost,
             ok=ok,
             cache=cache,
             table=table,
+            finite=result.finite & ~is_lost,
         )
         return i + 1, sampled, result
 
@@ -183,6 +193,7 @@ def _decode(forward, cache, table, tokens, active, key, *, max_new_tokens, sampl
         ok=jnp.bool_(True),
         cache=cache,
         table=table,
+        finite=jnp.ones(table.max_rows, bool),
     )
     if max_new_tokens == 0:
         return start

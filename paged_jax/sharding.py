@@ -112,6 +112,7 @@ def result_specs(
         ok=by_row,
         cache=cache_specs(cache, heads=heads, rows=rows),
         table=table_specs(table, rows=rows),
+        finite=by_row,
     )
 
 

@@ -18,7 +18,7 @@ from paged_jax.block_table import BlockTable
 from paged_jax.cache import PagedCache
 from paged_jax.cli.chunks import cut_prompts
 from paged_jax.cli.pool import Pool
-from paged_jax.cli.report import report
+from paged_jax.cli.report import note_not_finite, report
 from paged_jax.cli.show import show_table
 from paged_jax.cli.stream import OrderedStream
 from paged_jax.models.programs import generate, lower_prefill
@@ -34,11 +34,11 @@ def answer(
     stream: OrderedStream,
     pool: Pool,
     notes: Console,
-) -> list[list[int]]:
+) -> tuple[list[list[int]], bool]:
     """Prefills the prompts, packed into chunks, then decodes the whole batch, streaming as it goes.
 
     Returns:
-        Each prompt's new tokens.
+        Each prompt's new tokens, and whether all had finite logits to the end; a note names those that had not.
 
     Raises:
         OutOfPages: the pool was too small; what was generated until then is written.
@@ -70,11 +70,13 @@ def answer(
                 raise RuntimeError("the prompts were refused by the block table")
         jax.block_until_ready(cache)
     active, new_tokens = jnp.arange(rows) < len(prompts), [[] for _ in prompts]
+    finite = np.ones(len(prompts), bool)
     with timed("decode", seconds):
         for _ in range(args.max_tokens // options["max_new_tokens"]):
             result = generate(forward, cache, table, newest, active, **options)
             cache, table, newest, active = result.cache, result.table, result.tokens[:, -1], result.active
             of_prompts = np.asarray(result.tokens)[: len(prompts)]
+            finite &= np.asarray(result.finite)[: len(prompts)]
             stream.write(of_prompts)
             for row, tokens_of_row in zip(new_tokens, of_prompts, strict=True):
                 row += tokens_of_row[tokens_of_row >= 0].tolist()
@@ -85,8 +87,9 @@ def answer(
     report(seconds, num_prefilled, sum(map(len, new_tokens)), table, pool, prompts, args.max_tokens, notes)
     if args.show_table:
         notes.print(show_table(table))
+    note_not_finite(finite, new_tokens, pool, notes)
     result.check()
-    return new_tokens
+    return new_tokens, bool(finite.all())
 
 
 @contextmanager

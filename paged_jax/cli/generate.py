@@ -44,7 +44,7 @@ def command(args: argparse.Namespace) -> int:
     # The lowering of the GPU kernel still works; its end is announced for a later JAX.
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     try:
-        run(args, Console(stderr=True, highlight=False))
+        return run(args, Console(stderr=True, highlight=False))
     except OutOfPages as problem:
         print(f"paged-jax generate: error: {problem}. Give it more --num-pages or fewer --max-tokens.", file=sys.stderr)
         return 1
@@ -56,11 +56,14 @@ def command(args: argparse.Namespace) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
-def run(args: argparse.Namespace, notes: Console) -> None:
-    """Prompts → tokens → pages → answers. All that can be refused is refused before the weights are read."""
+def run(args: argparse.Namespace, notes: Console) -> int:
+    """Prompts → tokens → pages → answers. All that can be refused is refused before the weights are read.
+
+    Returns:
+        The exit status: 1 if an answer ended because its logits were not finite.
+    """
     texts = [] if args.token_ids else read_prompts(args)
     if args.model is None:
         choose_sampler(args, None)  # the default model's files say nothing of it: refused before they are fetched
@@ -107,11 +110,14 @@ def run(args: argparse.Namespace, notes: Console) -> None:
         "stop_tokens": tuple(sorted(pretrained.end_tokens)),
         "key": None if sampler is None else jax.random.key(args.seed or 0),
     }
-    rows = answer(args, forward, cache, table, prompts, options, stream, pool, notes)
+    rows, is_finite = answer(args, forward, cache, table, prompts, options, stream, pool, notes)
+    if not is_finite:  # nor would a dense cache's be
+        return 1
     if args.compare_dense:
         with notes.status("Comparing with a dense cache"):
             expected = generate_dense(forward, prompts, args.max_tokens, pretrained.end_tokens, dtype)
         compare(rows, expected, notes)
+    return 0
 
 
 def new_split(rows: int, heads: int) -> Split | None:

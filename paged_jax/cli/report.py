@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 from rich.console import Console
 
 from paged_jax.block_table import BlockTable
@@ -45,6 +46,21 @@ def report(
         notes.print(
             f"cache dtype {pool.dtype}; {pool.plain_dtype} would take "
             f"{pages_used * pool.plain_page_bytes / 1e6:.1f} MB for the same pages"
+        )
+
+
+def note_not_finite(finite: np.ndarray, new_tokens: list[list[int]], pool: Pool, notes: Console) -> None:
+    """Names each prompt whose answer ended because its logits were not finite, and what may help."""
+    options = {"--dtype": pool.plain_dtype, "--cache-dtype": pool.dtype}  # the second goes by the first
+    narrow = next((option for option, dtype in options.items() if dtype == np.float16), None)
+    cause = "NaN or infinities in the weights do this"
+    if narrow is not None:
+        cause = f"numbers beyond 65504 are none in float16: try {narrow} float32 or bfloat16"
+    for row in np.flatnonzero(~finite):
+        notes.print(
+            f"prompt {row + 1} ended after {len(new_tokens[row])} new tokens: its logits are not finite in "
+            f"{pool.plain_dtype} ({cause})",
+            soft_wrap=True,
         )
 
 

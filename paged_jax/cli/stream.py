@@ -48,10 +48,10 @@ class OrderedStream:
 
     def write(self, new_tokens: np.ndarray) -> None:
         """Takes new tokens, int[rows, n], −1 after a row's end."""
-        for row, tokens in enumerate(new_tokens):
-            tokens = tokens[tokens >= 0].tolist()
+        for row, padded in enumerate(new_tokens):
+            tokens = padded[padded >= 0].tolist()
             self._waiting[row] += self._pieces[row].push(tokens)
-            if not self._end_tokens.isdisjoint(tokens):
+            if len(tokens) < len(padded) or not self._end_tokens.isdisjoint(tokens):
                 self._end(row)
         self._advance()
 

@@ -3,6 +3,9 @@
 The cache is an explicit argument and result, never hidden in the module: it stays a plain pytree that a jitted step can
 donate and a `while_loop` can carry. Matrices that take the same in are one: a step of few rows spends its time reading
 weights, and a large matrix is read faster than its parts.
+
+What the layers add to, the residual stream, grows over them: Gemma 3's passes 65504, the largest number of float16. A
+model of float16 multiplies in it, and keeps in float32 what it adds up and the logits.
 """
 
 import functools
@@ -11,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
@@ -37,6 +41,11 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.
 _NO_WINDOW = 2**31 - 1  # of a layer in a scan whose other layers have windows
 
 
+def wide(dtype: Any) -> np.dtype:
+    """The dtype of the residual stream, of all that is added to it and of the logits, for weights of `dtype`."""
+    return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
+
+
 def attend_paged(
     q, k, v, cache: PagedCache, step: PagedStep, *, layer, max_context: int | None = None, **options
 ) -> tuple[Float[Array, "T N H"], PagedCache]:
@@ -60,7 +69,8 @@ class Decoder(nnx.Module):
 
         Args:
             config: which model.
-            dtype: of weights and activations; the scales of norms are float32.
+            dtype: of weights and activations; the scales of norms are float32, and so are sums that float16 is too
+                narrow for.
             scan_layers: keep the layers' parameters stacked, [layers, ...], and run one compiled layer in `lax.scan`:
                 compiled in a fraction of the time. Unrolled layers run faster on a CPU, which copies each slice.
             rngs: for the new weights.
@@ -91,6 +101,7 @@ class Decoder(nnx.Module):
         """
         config = self.config
         x = self.embedding(tokens)
+        x = x.astype(wide(x.dtype))
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
         ropes = (config.rope, config.window_rope)
         rotations = [Rotation.at(step.positions, rope, config.attention.head_dim) for rope in ropes]
@@ -122,7 +133,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
         matrix = self.embedding.embedding if self.config.tied_embeddings else self.head.weight
-        logits, cap = _multiply(hidden, matrix[...]), self.config.logit_softcap
+        logits, cap = _multiply(hidden, matrix[...], wide(hidden.dtype)), self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -131,10 +142,10 @@ class Layer(nnx.Module):
         self.attention = Attention(config, dtype, rngs)
         experts = config.mlp.experts
         self.mlp = MLP(config, dtype, rngs) if experts is None else Mixture(config, experts, dtype, rngs)
-        norm = functools.partial(RMSNorm, config.width, config.norm.eps, dtype)
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        norm = functools.partial(RMSNorm, config.width, config.norm.eps)
+        self.attention_norm, self.mlp_norm = norm(dtype), norm(dtype)
         if config.norm.after:
-            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
+            self.attention_post_norm, self.mlp_post_norm = norm(wide(dtype)), norm(wide(dtype))
         self.norms_after = config.norm.after
 
     def __call__(
@@ -160,7 +171,7 @@ class Attention(nnx.Module):
         heads = (attention.num_kv_heads, attention.group + 2, attention.head_dim)
         self.qkv = Linear(config.width, heads, dtype, rngs, attention.qkv_bias)
         width = attention.num_heads * attention.head_dim
-        self.out = Linear(width, (config.width,), dtype, rngs, attention.out_bias)
+        self.out = Linear(width, (config.width,), dtype, rngs, attention.out_bias, wide(dtype))
         if attention.qk_norm:
             self.query_ln, self.key_ln = (RMSNorm(attention.head_dim, config.norm.eps, dtype) for _ in range(2))
         self.sinks = nnx.Param(jnp.zeros(attention.num_heads, dtype)) if attention.sinks else None
@@ -193,7 +204,7 @@ class MLP(nnx.Module):
         mlp = config.mlp
         self.activate = _ACTIVATIONS[mlp.activation]
         self.gate_up = Linear(config.width, (2, mlp.width), dtype, rngs, mlp.bias)
-        self.down = Linear(mlp.width, (config.width,), dtype, rngs, mlp.bias)
+        self.down = Linear(mlp.width, (config.width,), dtype, rngs, mlp.bias, wide(dtype))
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate_up = self.gate_up(x)
@@ -213,8 +224,9 @@ class Mixture(nnx.Module):
         weights, expert = jax.nn.softmax(scores, axis=-1).reshape(-1, 1), chosen.reshape(-1)
         order = jnp.argsort(expert)  # the tokens of one expert lie side by side
         token = order // self.per_token
-        y = self.experts(x[token], expert[order]) * weights[order]
-        return jnp.zeros_like(x).at[token].add(y)
+        y = self.experts(x[token], expert[order])
+        y = y * weights[order].astype(y.dtype)
+        return jnp.zeros_like(x, y.dtype).at[token].add(y)
 
 
 class Experts(nnx.Module):
@@ -235,27 +247,37 @@ class Experts(nnx.Module):
         """Each token through its expert; `expert` is in ascending order."""
         sizes = jnp.bincount(expert, length=self.config.count)
 
-        def project(name: str, x):
+        def project(name: str, x, out_dtype=x.dtype):
             matrices, biases = getattr(self, name)[...], getattr(self, f"{name}_bias")[...]
-            return lax.ragged_dot(x, matrices, sizes) + biases[expert]
+            y = lax.ragged_dot(x, matrices, sizes, preferred_element_type=out_dtype)
+            return y + biases[expert].astype(out_dtype)
 
         limit = self.config.limit
         gate, up = jnp.minimum(project("gate", x), limit), jnp.clip(project("up", x), -limit, limit)
-        return project("down", gate * jax.nn.sigmoid(self.config.alpha * gate) * (up + 1))
+        return project("down", gate * jax.nn.sigmoid(self.config.alpha * gate) * (up + 1), wide(x.dtype))
 
 
 class Linear(nnx.Module):
-    """A matrix, [*out, in], and maybe a bias."""
+    """A matrix, [*out, in], and maybe a bias. What it gives has their dtype, or that of the sum it is for."""
 
-    def __init__(self, in_features: int, out_shape: tuple[int, ...], dtype, rngs: nnx.Rngs, has_bias: bool = False):
+    def __init__(
+        self,
+        in_features: int,
+        out_shape: tuple[int, ...],
+        dtype,
+        rngs: nnx.Rngs,
+        has_bias: bool = False,
+        out_dtype: np.dtype | None = None,
+    ):
         initial = nnx.initializers.lecun_normal(in_axis=-1, out_axis=range(len(out_shape)))
         self.weight = nnx.Param(initial(rngs.params(), (*out_shape, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if has_bias else None
+        self.out_dtype = jnp.dtype(out_dtype or dtype)
 
     def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T *out"]:
         weight = self.weight[...]
-        y = _multiply(x, weight.reshape(-1, x.shape[1])).reshape(-1, *weight.shape[:-1])
-        return y if self.bias is None else y + self.bias[...]
+        y = _multiply(x, weight.reshape(-1, x.shape[1]), self.out_dtype).reshape(-1, *weight.shape[:-1])
+        return y if self.bias is None else y + self.bias[...].astype(self.out_dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -278,18 +300,19 @@ def _add(x: Float[Array, "T D"], y: Float[Array, "T D"]) -> Float[Array, "T D"]:
     return x + y if x.shape[0] == 1 else lax.optimization_barrier(x + y)
 
 
-def _multiply(x: Float[Array, "T in"], matrix: Float[Array, "out in"]) -> Float[Array, "T out"]:
-    """`x @ matrix.T`, as XLA does it best.
+def _multiply(x: Float[Array, "T in"], matrix: Float[Array, "out in"], dtype: np.dtype) -> Float[Array, "T out"]:
+    """`x @ matrix.T` as numbers of `dtype`, as XLA does it best.
 
     On a CPU the matrix stands on the left: XLA multiplies it with few tokens half again as fast so, unless the turning
     of the product is folded into the product, which a barrier prevents. On a GPU one token's product is a plain sum:
     XLA reads the matrix faster for it than for the matrix units, and what follows joins the same kernel.
     """
-    ways = {"cpu": lambda x, matrix: lax.optimization_barrier(matrix @ x.T).T}
+    multiply = functools.partial(jnp.matmul, preferred_element_type=dtype)
+    ways = {"cpu": lambda x, matrix: lax.optimization_barrier(multiply(matrix, x.T)).T}
     if x.shape[0] == 1:
-        ways |= dict.fromkeys(("cuda", "rocm"), _sum_of_products)
-    return lax.platform_dependent(x, matrix, default=lambda x, matrix: x @ matrix.T, **ways)
+        ways |= dict.fromkeys(("cuda", "rocm"), functools.partial(_sum_of_products, dtype=dtype))
+    return lax.platform_dependent(x, matrix, default=lambda x, matrix: multiply(x, matrix.T), **ways)
 
 
-def _sum_of_products(x: Float[Array, "1 in"], matrix: Float[Array, "out in"]) -> Float[Array, "1 out"]:
-    return jnp.sum(matrix.astype(jnp.float32) * x.astype(jnp.float32), axis=1).astype(x.dtype)[None]
+def _sum_of_products(x: Float[Array, "1 in"], matrix: Float[Array, "out in"], dtype: np.dtype) -> Float[Array, "1 out"]:
+    return jnp.sum(matrix.astype(jnp.float32) * x.astype(jnp.float32), axis=1).astype(dtype)[None]
