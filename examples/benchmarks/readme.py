@@ -192,13 +192,19 @@ def swap_table() -> str:
 
 def quantised_table() -> str:
     results = json.loads((RESULTS / "quantised-cpu.json").read_text(encoding="utf-8"))
-    rows = [
-        (dtype, f"{judged['perplexity']:.2f}", f"{judged['agreement']:.1%}")
-        for dtype, judged in results["dtypes"].items()
-    ]
+    plain, biased = (
+        _table(
+            ("cache", "perplexity", "same likeliest token"),
+            [(cache, f"{judged['perplexity']:.2f}", f"{judged['agreement']:.1%}") for cache, judged in caches.items()],
+        )
+        for caches in results["models"].values()
+    )
+    biases = ", ".join(f"{bias:g}" for bias in results["biases"])
     return (
         f"{results['model']}, reads {results['tokens']} tokens of English prose through a cache of each dtype; "
-        f"{_where(results)}:\n\n" + _table(("cache", "perplexity", "same likeliest token"), rows) + "\n"
+        f"{_where(results)}:\n\n{plain}\nThe same model, to whose keys biases were added as Qwen 2.5 has them: "
+        f"{biases}, of either sign, in the channels of each kv head that turn most slowly. `even keys` is "
+        f"`loaded.with_even_keys()`, as `paged-jax generate --cache-dtype int8` has it:\n\n{biased}\n"
     )
 
 

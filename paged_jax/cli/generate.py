@@ -28,6 +28,7 @@ from paged_jax.cli.report import DenseMismatch, compare
 from paged_jax.cli.stream import IdPieces, OrderedStream, Pieces
 from paged_jax.decode import OutOfPages
 from paged_jax.models.dense import generate_dense
+from paged_jax.models.even_keys import even_keys
 from paged_jax.models.loaded import load_weights
 from paged_jax.models.mesh import Split
 from paged_jax.models.network import Network
@@ -92,6 +93,8 @@ def run(args: argparse.Namespace, notes: Console) -> int:
         dtype,
         track=lambda names: track(names, "Loading", console=notes, transient=True, disable=is_quiet),
     )
+    if pool.dtype == jnp.int8:
+        weights = even_keys(config, weights)
     forward = jax.tree_util.Partial(network, weights)
     attention = config.attention
     sizes = (config.num_layers, pool.num_pages, pool.page_size, attention.num_kv_heads, attention.head_dim, pool.dtype)

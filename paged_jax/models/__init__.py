@@ -2,6 +2,8 @@
 
 loaded = paged_jax.models.load()
 result = paged_jax.decode(loaded.forward, cache, table, tokens, active, max_new_tokens=20)
+
+For an int8 cache take `loaded.with_even_keys()`: the biases of K of some families are too much for one scale a vector.
 """
 
 from importlib.util import find_spec

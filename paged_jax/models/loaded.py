@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.even_keys import even_keys
 from paged_jax.models.mesh import Split, parameter_specs
 from paged_jax.models.network import Network, stacked_path
 from paged_jax.models.pretrained import Pretrained, open_pretrained
@@ -42,6 +43,10 @@ class Loaded:
         `max_context`, as `Network` says. Of a model on a mesh it is called inside `shard_map`.
         """
         return jax.tree_util.Partial(self.network, self.weights)
+
+    def with_even_keys(self) -> Loaded:
+        """The same model with keys that an int8 cache holds well, as `even_keys` says; for Qwen 2, 2.5 and gpt-oss."""
+        return dataclasses.replace(self, weights=even_keys(self.config, self.weights))
 
     def dense(self, weights: Mapping[str, Array], tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """The logits after each token of rows of one length, without a cache and differentiable in the weights."""

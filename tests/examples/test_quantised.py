@@ -30,6 +30,18 @@ def test_it_reads_in_chunks_and_a_byte_costs_little(monkeypatch):
         np.testing.assert_allclose(quantised.read(model, tokens, "float32"), exact, atol=1e-5)
 
 
+def test_biases_of_the_slowest_channels_of_k_are_added():
+    model_type, fields = TINY["llama2"]
+    network = Network(model_config({"model_type": model_type, **fields}), scan_layers=True)
+    weights = {name: jnp.zeros(shape.shape) for name, shape in network.shapes(jnp.float32).items()}
+    biased = quantised.with_key_biases(jax.tree_util.Partial(network, weights))
+    assert biased.args[0].keys() == biased.func.shapes(jnp.float32).keys()
+    bias = np.abs(biased.args[0]["layers.attention.qkv.bias"])
+    assert bias.shape == (4, 2, 2 + 2, 16)
+    np.testing.assert_array_equal(bias[:, :, 2], np.broadcast_to([0] * 5 + [30, 100, 300] + [0] * 8, (4, 2, 16)))
+    assert not np.delete(bias, 2, axis=2).any()
+
+
 def test_what_is_judged():
     tokens = [1, 0, 2, 3]
     uniform = np.zeros((4, 5), np.float32)

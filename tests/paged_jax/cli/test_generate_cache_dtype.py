@@ -15,8 +15,9 @@ from command_line import COUNT, Run, expected_text
 from forwards import load_forward
 from tiny_llama import TinyLlama
 
-from paged_jax.cli import pool
+from paged_jax.cli import generate, pool
 from paged_jax.models.dense import DenseCache, DenseStep, attend_dense
+from paged_jax.models.even_keys import even_keys
 from paged_jax.models.weights.config_gguf import gguf_config
 from paged_jax.models.weights.gguf import open_gguf
 from paged_jax.models.weights.shapes import parameter_shapes
@@ -65,6 +66,21 @@ def test_a_quantised_cache_answers_as_its_rounded_keys_and_values_make_it(
     status, out, err = run("--token-ids", ",".join(map(str, prompt)), "--cache-dtype", name, *options)
     assert (status, out) == (0, ",".join(map(str, expected)) + "\n")
     assert f"cache dtype {dtype}; float32 would take" in err
+
+
+@pytest.mark.parametrize(("name", "is_evened"), [("int8", True), ("fp8", False), ("float32", False)])
+def test_keys_are_made_even_for_int8_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str, is_evened: bool
+) -> None:
+    calls: list[Any] = []
+
+    def spy(config: Any, weights: Any) -> Any:
+        calls.append(config)
+        return even_keys(config, weights)
+
+    monkeypatch.setattr(generate, "even_keys", spy)
+    assert run("--token-ids", "5,7", "--cache-dtype", name, "--scan-layers", max_tokens=1)[0] == 0
+    assert len(calls) == is_evened
 
 
 def test_a_cache_dtype_that_is_the_models_changes_nothing(run: Run, tiny: TinyLlama) -> None:
