@@ -103,8 +103,8 @@ def _prefill(forward, cache, table, tokens, num_tokens, *, max_context):
         return cache, table, ok
 
     specs = _specs(network, cache, table)
-    read = _on_mesh(network, read, (*specs, by_row, by_row), (*specs, by_row))
-    return read(*forward.args, cache, table, tokens, num_tokens)
+    on_mesh = _on_mesh(network, read, (*specs, by_row, by_row), (*specs, by_row))
+    return on_mesh(*forward.args, cache, table, tokens, num_tokens)
 
 
 @functools.partial(
