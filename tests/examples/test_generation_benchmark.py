@@ -18,7 +18,7 @@ SIZES = {"2 x 5": (2, 5)}
 def test_the_command_measures_decoding_and_reading(monkeypatch, tmp_path, model):
     monkeypatch.setattr(generation, "fetch_smollm2", lambda: model)
     monkeypatch.setattr(generation, "PREFILLS", SIZES)
-    monkeypatch.setitem(sys.modules, "benchmarks.hugging_face", None)  # as where there is no transformers
+    monkeypatch.setitem(sys.modules, "examples.benchmarks.hugging_face", None)  # as where there is no transformers
     out = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["generation.py", "--tokens", "2", "--rounds", "2", "--out", str(out)])
     generation.main()
