@@ -61,7 +61,7 @@ def test_shapes_to_compare_hold_the_same_bytes():
     assert {case.kv_bytes for case in DECODE_CASES if "shape" in case.tags} == {expected}
 
 
-@pytest.mark.parametrize("case", [EQUAL, SPARE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [EQUAL, pytest.param(SPARE, marks=pytest.mark.full)], ids=lambda case: case.name)
 def test_the_table_of_a_problem_is_sound(case):
     problem = make_problem(case)
     problem.table.check()
@@ -107,7 +107,7 @@ def error(name: str, case: DecodeCase, **setting) -> float:
     return float(jnp.abs(out.astype(jnp.float32) - expected).max())
 
 
-@pytest.mark.parametrize("case", [EQUAL, SPARE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [EQUAL, pytest.param(SPARE, marks=pytest.mark.full)], ids=lambda case: case.name)
 def test_gathered_and_dense_peers_compute_attention(case):
     assert error("xla gather + dense", case) < 0.02
     assert error("cuDNN, not paged", case, implementation="xla") < 0.02
@@ -180,6 +180,7 @@ def test_every_setting_of_a_sweep_lowers_for_cuda():
         lower_for_cuda(functools.partial(contestant.attend, problem, layer=1), *operands)
 
 
+@pytest.mark.full
 def test_the_fastest_setting_that_works_counts_and_failures_have_reasons():
     def attend(problem, q, cache, table, layer, *, offset):
         if offset == 1:

@@ -26,7 +26,7 @@ def generate(path: Path, prompts: list[list[int]], **options) -> list[list[int]]
     return decoder.generate(decoder.load_forward(file, config), config, prompts, **options)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_batch_gets_the_tokens_of_the_dense_reference(tied, tmp_path):
     tiny = tiny_llama(tied=tied)
     prompts = [[7], list(range(20, 53)), [5, 40, 9, 33, 12]]  # nothing to prefill, more than two pages, less than one

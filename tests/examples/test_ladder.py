@@ -22,7 +22,11 @@ rungs = pytest.mark.parametrize("rung", measure.RUNGS.values(), ids=measure.RUNG
 
 
 @rungs
-@pytest.mark.parametrize(("num_heads", "dtype"), [(6, jnp.float32), (8, jnp.bfloat16)], ids=["group 3", "group 4"])
+@pytest.mark.parametrize(
+    ("num_heads", "dtype"),
+    [(6, jnp.float32), pytest.param(8, jnp.bfloat16, marks=pytest.mark.full)],
+    ids=["group 3", "group 4"],
+)
 def test_a_rung_is_attention(rung, num_heads, dtype, highest_precision):  # noqa: ARG001
     pool = pools.build(LENGTHS, page_size=16, dtype=dtype, poison=np.nan, garbage=pools.HUGE)
     q = jax.random.normal(jax.random.key(0), (len(LENGTHS), num_heads, 16), dtype)

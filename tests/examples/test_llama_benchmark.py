@@ -185,6 +185,7 @@ def test_cudnn_s_dense_cache_lowers_for_cuda(scan_layers, monkeypatch):
 # --- Values
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("peer", "scan_layers"), [("dense", True), ("cudnn", False)])
 def test_dense_peers_generate_the_dense_decoder_s_tokens(peer, scan_layers, monkeypatch, highest_precision):  # noqa: ARG001
     attend_any = jax.nn.dot_product_attention

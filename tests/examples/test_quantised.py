@@ -11,6 +11,7 @@ from paged_jax.models.network import Network
 from paged_jax.models.weights.config_json import model_config
 
 
+@pytest.mark.full
 def test_it_reads_in_chunks_and_a_byte_costs_little(monkeypatch):
     monkeypatch.setattr(quantised, "CHUNK", 8)
     model_type, fields = TINY["llama with biases"]

@@ -21,6 +21,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.full
 def test_two_processes_give_the_tokens_of_one_device() -> None:
     done = run("--max-tokens", "8", "--tokens-per-call", "4")
     rows = [line.split(",") for line in done.stdout.splitlines()]

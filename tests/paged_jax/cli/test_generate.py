@@ -55,7 +55,7 @@ def test_the_answer_is_the_models_greedy_text(run: Run, tiny: TinyLlama, prompt:
 
 
 @pytest.mark.parametrize(  # one call, an odd one, and several
-    "count", [1, 34, *(pytest.param(count, marks=pytest.mark.full) for count in (7, 18))]
+    "count", [1, *(pytest.param(count, marks=pytest.mark.full) for count in (7, 18, 34))]
 )
 def test_max_tokens_bounds_the_answer(run: Run, tiny: TinyLlama, count: int) -> None:
     assert run("zzz", "--raw", max_tokens=count)[:2] == (0, expected_text(tiny, "zzz", count, raw=True) + "\n")
@@ -112,7 +112,7 @@ def test_the_page_size_changes_no_text(run: Run, page_size: int) -> None:
     assert run(*PROMPTS, "--page-size", page_size)[:2] == run(*PROMPTS)[:2]
 
 
-@pytest.mark.parametrize("num_pages", ["auto", "40"])
+@pytest.mark.parametrize("num_pages", ["auto", pytest.param("40", marks=pytest.mark.full)])
 def test_the_number_of_pages_changes_no_text(run: Run, num_pages: str) -> None:
     assert run(*PROMPTS, "--num-pages", num_pages)[:2] == run(*PROMPTS)[:2]
 
@@ -156,7 +156,7 @@ def test_a_sampler_that_keeps_one_token_is_greedy(run: Run, tiny: TinyLlama) -> 
     assert run("zzz", "--temperature", "2", "--top-k", "1")[:2] == (0, expected_text(tiny, "zzz") + "\n")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_every_dtype_answers(run: Run, tiny: TinyLlama, dtype: str) -> None:
     status, out, _ = run("zzz", "--dtype", dtype)
     assert status == 0

@@ -53,7 +53,7 @@ def greedy_of_rounded(path: Path, prompt: Sequence[int], dtype: str) -> list[int
     ("name", "dtype", "options"),
     [
         ("int8", "int8", []),
-        ("fp8", "float8_e4m3fn", ["--scan-layers"]),
+        pytest.param("fp8", "float8_e4m3fn", ["--scan-layers"], marks=pytest.mark.full),
         pytest.param("float8_e5m2", "float8_e5m2", ["--scan-layers"], marks=pytest.mark.full),
     ],
 )
@@ -68,6 +68,7 @@ def test_a_quantised_cache_answers_as_its_rounded_keys_and_values_make_it(
     assert f"cache dtype {dtype}; float32 would take" in err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "is_evened"), [("int8", True), ("fp8", False), ("float32", False)])
 def test_keys_are_made_even_for_int8_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str, is_evened: bool
@@ -89,7 +90,10 @@ def test_a_cache_dtype_that_is_the_models_changes_nothing(run: Run, tiny: TinyLl
     assert "cache dtype" not in err
 
 
-@pytest.mark.parametrize(("name", "vector_bytes"), [("int8", 16 + 4), ("fp8", 16 + 4), ("bfloat16", 16 * 2)])
+@pytest.mark.parametrize(
+    ("name", "vector_bytes"),
+    [("int8", 16 + 4), *(pytest.param(*case, marks=pytest.mark.full) for case in (("fp8", 20), ("bfloat16", 32)))],
+)
 def test_the_memory_of_a_cache_counts_scales_and_stands_beside_the_models_dtype(
     run: Run, name: str, vector_bytes: int
 ) -> None:

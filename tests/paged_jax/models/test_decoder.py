@@ -61,7 +61,7 @@ def load(tiny: TinyLlama, path: Path) -> Loaded:
     return Loaded(tiny, file, load_forward(file, gguf_config(file)))
 
 
-@pytest.fixture(params=["own_head", "tied_head"])
+@pytest.fixture(params=["own_head", pytest.param("tied_head", marks=pytest.mark.full)])
 def loaded(request: pytest.FixtureRequest) -> Loaded:
     return request.getfixturevalue(request.param)
 

@@ -51,7 +51,9 @@ def read(model: Network, weights: Any, dtype: Any) -> np.ndarray:
     return np.concatenate([*logits, np.asarray(last)])
 
 
-@pytest.mark.parametrize(("name", "scan_layers"), [("qwen2", True), ("llama with biases", False)])
+@pytest.mark.parametrize(
+    ("name", "scan_layers"), [("qwen2", True), pytest.param("llama with biases", False, marks=pytest.mark.full)]
+)
 def test_over_floats_it_says_the_same_to_the_last_bit(name: str, scan_layers: bool) -> None:
     model = network(name, scan_layers=scan_layers)
     weights = random_weights(model)

@@ -47,7 +47,12 @@ def random_model(name: str, *, scan_layers: bool) -> jax.tree_util.Partial:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("llama with biases", marks=pytest.mark.full), "gemma3 linear rope", "gpt-oss"]
+    "name",
+    [
+        pytest.param("llama with biases", marks=pytest.mark.full),
+        pytest.param("gemma3 linear rope", marks=pytest.mark.full),
+        "gpt-oss",
+    ],
 )
 def test_layers_in_a_scan_equal_layers_unrolled(name: str) -> None:
     """Without windows, with windows and rotations of two kinds, and with experts and sinks."""
@@ -57,7 +62,7 @@ def test_layers_in_a_scan_equal_layers_unrolled(name: str) -> None:
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("gpt-oss", marks=pytest.mark.full)])
 def test_a_dense_cache_gives_the_same_tokens(name: str) -> None:
     """Windows, soft caps, sinks; rows that end at a stop token, and a prompt of one token."""
     model = random_model(name, scan_layers=True)

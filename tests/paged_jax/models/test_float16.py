@@ -60,7 +60,14 @@ def largest_of_stream(network: Network, weights: Mapping[str, jax.Array]) -> flo
     return float(jnp.abs(stream(weights, jnp.array(PROMPTS[0], jnp.int32))).max())
 
 
-@pytest.mark.parametrize(("name", "scan_layers"), [("gemma3", True), ("llama with biases", False), ("gpt-oss", True)])
+@pytest.mark.parametrize(
+    ("name", "scan_layers"),
+    [
+        ("gemma3", True),
+        pytest.param("llama with biases", False, marks=pytest.mark.full),
+        pytest.param("gpt-oss", True, marks=pytest.mark.full),
+    ],
+)
 def test_a_stream_beyond_float16_gives_the_logits_of_float32(name: str, scan_layers: bool) -> None:
     model, large = network(name, scan_layers=scan_layers), LAST_OF_LAYER[name]
     exact = weights(model, large)

@@ -47,6 +47,7 @@ def run_checks(tmp_path_factory: pytest.TempPathFactory, kind: str) -> dict[str,
     return json.loads(done.stdout)
 
 
+@pytest.mark.full  # forty seconds of compiling, and CI's share has it
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in FULL])
 def test_on_eight_devices(name: str, said: Callable[[str], dict[str, str]]) -> None:
     assert said("default")[name] == ""
