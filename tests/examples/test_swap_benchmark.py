@@ -5,6 +5,7 @@ import json
 from examples.benchmarks import swap
 
 
+@pytest.mark.full
 def test_the_command_measures_rows_and_a_plain_array(monkeypatch, tmp_path):
     for name, value in {"LAYERS": 2, "PAGE_SIZE": 4, "KV_HEADS": 2, "HEAD_DIM": 16}.items():
         monkeypatch.setattr(swap, name, value)

@@ -7,6 +7,7 @@ import pytest
 from examples.benchmarks import write
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["triton_interpret"])
 def test_the_command_measures_both_ways(monkeypatch, tmp_path, implementation):
     for name, value in {"LAYERS": 2, "PAGE_SIZE": 4, "KV_HEADS": 2, "HEAD_DIM": 16, "_CALLS": 1}.items():

@@ -159,7 +159,7 @@ def test_no_rows_share_nothing(implementation, cache, table):
     assert not cascade_pays(cache, table)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.full), "triton_interpret"])
 def test_cascades_in_64_bit_mode(implementation, cache, table, q):
     attend = jax.jit(functools.partial(cascade_attention, implementation=implementation))
     expected = attend(q, cache, table)

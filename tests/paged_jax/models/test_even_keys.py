@@ -63,6 +63,7 @@ def test_over_floats_it_says_the_same_to_the_last_bit(name: str, scan_layers: bo
     np.testing.assert_array_equal(read(model, evened, jnp.float32), read(model, weights, jnp.float32))
 
 
+@pytest.mark.full
 def test_int8_holds_keys_with_offsets() -> None:
     model = network("qwen2")
     weights = random_weights(model)

@@ -203,7 +203,7 @@ def peaks(large: Path, ways: Sequence[tuple[str, str]]) -> list[float]:
 @pytest.mark.parametrize(
     "ways",
     [
-        [("unrolled", "bfloat16"), ("mesh, scan", "float32")],
+        pytest.param([("unrolled", "bfloat16"), ("mesh, scan", "float32")], marks=pytest.mark.full),
         pytest.param([("unrolled", "float32"), ("scan", "float32")], marks=pytest.mark.full),
     ],
     ids=["bfloat16, and a mesh", "float32, and a scan"],
