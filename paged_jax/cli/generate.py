@@ -29,7 +29,7 @@ from paged_jax.cli.stream import IdPieces, OrderedStream, Pieces
 from paged_jax.decode import OutOfPages
 from paged_jax.models.dense import generate_dense
 from paged_jax.models.even_keys import even_keys
-from paged_jax.models.loaded import load_weights
+from paged_jax.models.loaded import default_dtype, load_weights
 from paged_jax.models.mesh import Split
 from paged_jax.models.network import Network
 from paged_jax.models.pretrained import Pretrained, open_pretrained
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, notes: Console) -> int:
         notes.print(f"note: {note}", markup=False, soft_wrap=True)
     prompts, titles, new_pieces = encode(args, pretrained, texts)
     sampler = choose_sampler(args, pretrained.sampler)
-    dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    dtype = jnp.dtype(args.dtype or default_dtype())
     config = pretrained.config.serving(max(map(len, prompts)) + args.max_tokens)
     network = Network(config, args.scan_layers, new_split(**args.mesh))
     if network.split is not None:
